@@ -66,7 +66,7 @@ class Training(ABC):
         return None
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Release the state outside of this object, which can't train afterwards."""
+        """Release what this training keeps outside of this object; no step can follow."""
 
 
 # ---- models
@@ -75,7 +75,7 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 def load_config(name: str) -> Any:
-    """Return the configuration of a causal language model; ``name`` and errors are those of ``pretrained_size``."""
+    """Return the configuration of a causal language model; takes and raises what ``pretrained_size`` does."""
     pretrained_size(name)  # raises if the model can't be built
     from transformers import AutoConfig
 
@@ -100,7 +100,7 @@ def network(task: Task, one_dtype: bool = False) -> nn.Module:
 
 
 def adapted(base: nn.Module, rank: int) -> nn.Module:
-    """Freeze ``base`` and add adapters of ``rank`` on the projections of attention, or on all layers if it has none."""
+    """Freeze ``base``; add adapters of ``rank`` to its attention projections; if it has none, to all linear layers."""
     try:
         from peft import LoraConfig, get_peft_model
     except ModuleNotFoundError as error:
@@ -135,7 +135,7 @@ def prepare(task: Task, layer: nn.Module) -> None:
 
 
 def materialize(module: nn.Module, base: Any, device: torch.device) -> nn.Module:
-    """Give random values to the parameters and buffers that have none, and return the module."""
+    """Allocate and initialize the parameters and buffers that are on the meta device; return the module."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     for inner in module.modules():
         if any(buffer is not None and buffer.is_meta for buffer in inner._buffers.values()):
@@ -167,13 +167,13 @@ def _make_buffers(module: Any, base: Any, device: torch.device) -> None:
 #
 # [Note: Equal terms]
 # All contenders compute and communicate in bf16, have fp32 master weights in full training, and step with fused AdamW.
-# Each decoder layer is a unit, and the rest is another, or all is one unit (``once-...``). With LoRA the base is in
-# bf16 and the adapters are in fp32, but in bf16 under torch's FSDP1, which needs one dtype to flatten both together.
-# Layers are made and sharded one by one, so that no rank ever holds the model.
+# Each decoder layer is a unit, and the rest of the model is one more; under ``once-...`` the whole model is one unit.
+# With LoRA the base is in bf16 and the adapters are in fp32. Under torch's FSDP1 the adapters are in bf16, too, since
+# it flattens only one dtype. Layers are made and sharded one by one, so that no rank ever holds the whole model.
 
 
 class TorchFSDP(Training):
-    """A model under a contender's strategy, by ``fully_shard`` or ``FullyShardedDataParallel``, and its AdamW."""
+    """Trains with AdamW a model that ``fully_shard`` or ``FullyShardedDataParallel`` shards as a contender says."""
 
     def __init__(self, task: Task, contender: Contender):
         torch.manual_seed(0)
@@ -267,9 +267,9 @@ PEAK_FLOPS = {
 def flops_a_token(task: Task) -> float:
     """Return the FLOPs that one token needs in forward and backward, whatever the program spends on it.
 
-    A parameter takes 6, or 4 if it is frozen and has no gradient. Attention takes 12 * layers * hidden * sequence, as
-    in PaLM (arXiv 2204.02311, appendix B), which does not halve it for causal attention. Only the experts count that a
-    token is routed to. Recomputation does not count. The input embedding counts only if it is also the output's.
+    A parameter takes 6 FLOPs, or 4 if it is frozen. Attention takes 12 * layers * hidden * sequence, as in
+    PaLM (arXiv 2204.02311, appendix B), which does not halve it for causal attention. An expert counts only for the
+    tokens routed to it. Recomputation does not count. The input embedding counts only if it is tied to the output's.
     """
     model, config = network(task), task.config.get_text_config()
     base, size = base_of(model), module_size(model)
@@ -282,7 +282,7 @@ def flops_a_token(task: Task) -> float:
 
 
 def utilization(task: Task, tokens_per_s: float, gpu: str) -> float | None:
-    """Return the share of all GPUs' peak that ``tokens_per_s`` over all ranks needs; None for an unknown GPU."""
+    """Return the share of the GPUs' total peak that ``tokens_per_s`` of all ranks takes; None for an unknown GPU."""
     peak = PEAK_FLOPS.get(gpu)
     return tokens_per_s * flops_a_token(task) / (peak * dist.get_world_size()) if peak else None
 
@@ -316,12 +316,12 @@ class Contender:
 
     @property
     def gpus_per_node(self) -> int | None:
-        """Return the node size of the strategy; None, as for torch's own, leaves it to the launcher."""
+        """Return the strategy's node size; None leaves it to the launcher, as torch's own strategies always do."""
         return self.strategy.gpus_per_node if isinstance(self.strategy, Strategy) else None
 
     @property
     def code(self) -> str:
-        """Return Python to paste that makes the strategy, or the label of torch's own."""
+        """Return Python code that makes the strategy, or the label of one of torch's own."""
         if self.base is None:
             return self._made
         codec = repr(self.base).replace("block=", "")
@@ -362,8 +362,8 @@ _ONCE = "once-zeropp"
 NAMES_ON_NODES = (*_STRATEGIES, _ONCE, *(f"{name}-{base}" for name in (_ONCE, "mixzpp") for base in ("int4", "nf4")))
 ALONE = "-alone"
 NAMES = (*NAMES_ON_NODES, *(f"{name}{ALONE}" for name in NAMES_ON_NODES if name not in TORCHS))
-"""All names. ``once-zeropp`` wraps the model once, after its base was quantized in int8; with ``-int4`` or ``-nf4``, in
-4 bits. ``mixzpp`` wraps each layer. With ``-alone``, each GPU counts as a node.
+"""All names. ``once-zeropp`` quantizes the base to int8, then wraps the model as one unit; ``-int4`` and ``-nf4`` name
+a base in 4 bits instead. ``mixzpp`` wraps each layer. With ``-alone``, each GPU counts as a node.
 """
 
 
@@ -393,7 +393,7 @@ _MIB = {"cuda": 128, "cpu": 8}
 
 @dataclass(frozen=True)
 class Links(Bandwidth):
-    """Bandwidths. ``are_slow`` if the machine reports no NVLink: a strategy may then count each GPU as a node."""
+    """Bandwidths. ``are_slow`` says that some GPUs of a node lack NVLink; a strategy may then count each as a node."""
 
     are_slow: bool = False
 
@@ -405,7 +405,7 @@ class Links(Bandwidth):
 
 
 def measure_links(gpus_per_node: int | None, device: str) -> Links:
-    """Measure both hops. Collective. Raise ValueError if the layout is not possible."""
+    """Measure the inter-node and the intra-node bandwidth. Collective. Raise ValueError for an impossible layout."""
     measured, found = measure_bandwidth(world(), gpus_per_node, _MIB[device]), find_links(world())
     return Links(**vars(measured), are_slow=found is not None and found.are_slow)
 
@@ -413,7 +413,7 @@ def measure_links(gpus_per_node: int | None, device: str) -> Links:
 # ---- fitting
 
 _ANY = 1.0
-"""Gbit/s of links in plans, from which only bytes are used: these do not depend on it."""
+"""Gbit/s of links in plans that are made only to count bytes, which do not depend on bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -440,7 +440,7 @@ class Planner:
         return f"left out: needs about {needed:.1f} GiB, {self.free:.1f} are free"
 
     def sent(self, contender: Contender) -> Row:
-        """Return the columns of a row for the MiB that a rank sends in a step under one of torch's strategies."""
+        """Return, as columns of a row, the MiB that a rank sends in a step under one of torch's strategies."""
         sent = self._of(contender).volume
         mib = {"inter": sent.inter / 2**20, "intra": sent.intra / 2**20}
         return {"sent_mib_a_step": mib, "sent_is_planned": True}
@@ -470,14 +470,14 @@ _NAMES = {strategy: name for name, strategy in _STRATEGIES.items()}
 
 
 def candidates(planner: Planner) -> list[str]:
-    """Return the names of strategies to try that this rank's packages allow, the simplest first."""
+    """Return the names of strategies to try, the simplest first; leave out those that need a missing package."""
     torchs = [FULL_SHARD, HSDP] if planner.links.nodes > 1 else [FULL_SHARD]
     ours = _for_adapters(planner) if planner.task.lora else _for_full_training(planner)
     return list(dict.fromkeys([*torchs, *ours]))
 
 
 def _for_adapters(planner: Planner) -> Iterator[str]:
-    """Yield strategies on a quantized base: sharded inside each node, and also whole on each GPU if that may pay."""
+    """Yield strategies that shard a quantized base inside each node or, if that may pay, keep it whole on each GPU."""
     names = [_ONCE, f"{_ONCE}-int4", *([f"{_ONCE}-nf4"] if find_spec("bitsandbytes") else [])]
     yield from names
     if _may_pay_alone(planner.links):
@@ -486,9 +486,9 @@ def _for_adapters(planner: Planner) -> Iterator[str]:
 
 
 def _for_full_training(planner: Planner) -> Iterator[str]:
-    """Yield the planner's presets on real nodes, then, if they may pay, presets on nodes of one GPU.
+    """Yield the planner's presets for the real nodes, then, if they may pay, presets that count each GPU as a node.
 
-    A single real node gets only the latter: without a slow hop, codecs are inactive.
+    On a single real node only the second kind is yielded: without a hop between nodes, codecs are inactive.
     """
     links, accumulates = planner.links, planner.task.micro_batches > 1
     if links.nodes > 1:
@@ -507,7 +507,7 @@ def _may_pay_alone(links: Links) -> bool:
 
 
 class Recommendation(NamedTuple):
-    """The advice, a line of text, and the recommended strategy's name; None if nothing could be measured."""
+    """A line of advice, and the name of the recommended strategy, or None if nothing could be measured."""
 
     line: str
     strategy: str | None
@@ -533,7 +533,7 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
 
 
 def is_clearly_faster(row: Row, than: Row) -> bool:
-    """Return whether a row's upper quartile is below the other's lower, and its median is less by :data:`TOLERANCE`."""
+    """Return whether ``row`` has its upper quartile below the other's lower, and a median less by :data:`TOLERANCE`."""
     return bool(row["quartiles_ms"][1] < than["quartiles_ms"][0] and row["step_ms"] < (1 - TOLERANCE) * than["step_ms"])
 
 

@@ -34,7 +34,7 @@ from ._torch_weights import (
 # ---- use
 
 Hooks = Mapping[int, Callable[[Tensor], None]]
-"""A parameter's post-accumulate-grad hooks, by id: optimizers that step in the backward."""
+"""A parameter's post-accumulate-grad hooks, by id. They may step optimizers in the backward."""
 
 
 class UnusedParameter(NamedTuple):
@@ -50,9 +50,9 @@ class ParameterUse:
     """Record of the parameters of a group that this rank has used in one step.
 
     Ranks may use different parameters in a micro-batch, but must reduce the same ones. So a step of several
-    micro-batches reduces all parameters of a group in each of them. A single micro-batch does so with error feedback,
-    since the error state has the layout of the whole group. A parameter that no rank has used ends up without a
-    gradient, as with torch's own reduction (:meth:`drop_unused`).
+    micro-batches reduces all parameters of a group in every micro-batch. With error feedback, a step of a single
+    micro-batch does so, too, since the error state has the layout of the whole group. A parameter that no rank has used
+    ends up without a gradient, as with torch's own reduction (:meth:`drop_unused`).
 
     Attributes:
         took_part: Whether ranks have gathered the group in an earlier micro-batch of the step.
@@ -93,8 +93,8 @@ class ParameterUse:
                 self.unused[id(param)] = UnusedParameter(param, sharded.grad, hooks)
 
     def _goes_without(self, param: FSDPParam) -> bool:
-        """Return whether a parameter ends up without a gradient if no rank has used it; ranks then compare its use."""
-        # With ``set_reduce_scatter_unused_params``, a parameter that requires a gradient now gets zeros instead.
+        """Return whether a parameter must end up without a gradient if no rank has used it; ranks then compare use."""
+        # With ``set_reduce_scatter_unused_params``, a parameter that still requires a gradient gets zeros.
         if self.reductions.current is None:
             return False
         zeros_reduced = getattr(self.group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
@@ -113,7 +113,7 @@ class ParameterUse:
         return [id(param) in self.used for param in self.reduced]
 
     def drop_unused(self, used_by_any: Callable[[], list[bool]]) -> None:
-        """Remove the gradients of parameters that no rank has used in the step; run the other postponed hooks."""
+        """Undo the gradients of parameters that no rank has used in the step; run the postponed hooks of the others."""
         if not self.unused:
             return
         by_id = dict(zip(map(id, self.reduced), used_by_any(), strict=True))
@@ -138,9 +138,9 @@ def without_hooks(hooked: Sequence[tuple[FSDPParam, Hooks | None]]) -> Iterator[
 
 # ---- offload
 #
-# Hooks of an offloaded parameter must not see a gradient before its copy to the CPU is complete. From torch 2.13 on,
-# the CPU waits for that copy; before, hooks ran too early. Here torch reduces without the hooks, and so without a wait.
-# They run later, see "arriving gradients" in comm/gradient_reduce.py.
+# Hooks of an offloaded parameter must not see a gradient before its copy to the CPU is complete. Before torch 2.13,
+# torch runs them too early; since then, it makes the CPU wait for the copy. Here torch finds no hooks while it reduces,
+# so it does not wait; the hooks run later, see "arriving gradients" in comm/gradient_reduce.py.
 
 
 @contextmanager
@@ -180,10 +180,10 @@ def _run(stepping: list[tuple[FSDPParam, Hooks]]) -> None:
 _post_backward = without_dynamo(FSDPParamGroup.post_backward)
 
 
-# Small groups are not coalesced: torch casts and accumulates each gradient right after its hops. To send several at
-# once, each must be copied into another flat buffer, and that costs the CPU more than the saved hop.
+# Small groups are not coalesced: torch casts and accumulates a group's gradient right after its hops. To send several
+# groups in one hop, each must be copied into another flat buffer, and that costs the CPU more than the saved hops.
 class GroupGradients(StepGradients):
-    """Accumulates and reduces a parameter group's gradients: torch calls ``comm``, which is None if torch reduces."""
+    """Accumulates and reduces a parameter group's gradients: torch calls ``comm``, or reduces itself if it is None."""
 
     def __init__(self, group: FSDPParamGroup, weights: GroupWeights, unit: StrategyUnit) -> None:
         self._group, self._weights, self.reductions = group, weights, unit.reductions
@@ -220,7 +220,7 @@ class GroupGradients(StepGradients):
             self._replace_hook()
         if group._orig_dtype is None:  # at the first forward, all was frozen and torch set no reduce dtype
             group._init_mp_dtypes()
-        # Until torch 2.12, torch calls this at the end of a backward once for each module of a list.
+        # Until torch 2.12, a group of several modules gets a call for each at the end of a backward: only one counts.
         if self._reduced and group._training_state == TrainingState.IDLE:
             return
         self._reduced = True
@@ -229,7 +229,7 @@ class GroupGradients(StepGradients):
             self._reduce_step(*unused)
             return
         # reduce_grads may be True here: set_requires_all_reduce(False) alone can say that more micro-batches follow.
-        # Even then, torch must keep the gradients unreduced until the group's turn.
+        # Even then, torch must keep the gradients unreduced, for :meth:`reduce_micro_batch`.
         reduce_grads, group.reduce_grads = group.reduce_grads, False
         try:
             _post_backward(group, *unused)
@@ -270,7 +270,7 @@ class GroupGradients(StepGradients):
             inter = intra
         intra.wait_stream(group.device_handle.current_stream())
         with group.device_handle.stream(intra):
-            # ``flat`` was allocated in the backward's stream.
+            # ``flat`` was allocated in the backward's stream, which must not reuse its memory before this one reads it.
             finish = self.reductions.current.accumulate(keep_until_read(flat), self._layout_of(params))
         if inter is not intra:
             inter.wait_stream(intra)
@@ -278,7 +278,7 @@ class GroupGradients(StepGradients):
             finish()
 
     def _drop_prefetch(self) -> None:
-        # Only a complete first gather gives parameters the unsharded tensors that hold gradients.
+        # Parameters get unsharded tensors, which hold gradients, when a first gather completes: complete it if begun.
         group = self._group
         if group._all_gather_result is not None and not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
             group.wait_for_unshard()
@@ -290,12 +290,12 @@ class GroupGradients(StepGradients):
         use, params = self.use, self._reduced_params()
         use.reduced, reduced = params, _with_gradient(params)
         takes_unused = getattr(self._group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
-        # If torch reduces unused parameters, all ranks reduce, even one without gradients.
+        # If torch reduces unused parameters, all ranks reduce, even a rank without gradients.
         reduces = use.took_part or bool(reduced) or bool(params and takes_unused)
         current, fills = self.reductions.current, False
         use.has_errors = current is not None and current.errors is not None
         if current is not None:
-            # The error state has the layout of the whole group's gradient, so all parameters must get one.
+            # The error state has the layout of the whole group's gradient, so each parameter must get a gradient.
             fills = use.took_part or (reduces and use.has_errors)
         if fills:
             use.fill_missing(params)
@@ -308,7 +308,7 @@ class GroupGradients(StepGradients):
         if reduces:
             self.watch.synchronized.append(self)
         with (
-            # An optimizer must not step a parameter that no rank has used.
+            # Postpone the hooks: an optimizer must not step a parameter that no rank has used.
             without_hooks([(param, hooks) for param, _, hooks in use.unused.values()]) if use.unused else nullcontext(),
             stepping_on_arrival(self._group, self.watch.arriving, use.unused) if self._is_offloaded else nullcontext(),
         ):
@@ -349,7 +349,7 @@ class GroupGradients(StepGradients):
 
     def end_backward(self, synchronized: bool) -> None:
         self._reduced = False
-        # Kept weights are used without a gather, so the group counts as gathered in every micro-batch.
+        # A group that keeps its weights needs no gather to use them, so it counts as gathered in every micro-batch.
         self._weights.was_gathered = self._weights.is_kept
         if synchronized:
             self.use = ParameterUse(self._group, self.reductions)
@@ -361,7 +361,7 @@ class GroupGradients(StepGradients):
         self.use.used = set()
         for param in self._group.fsdp_params:
             if hasattr(param, "_unsharded_param") and has_gradient(param):
-                while take_gradient(param) is not None:  # until torch 2.14, a new and an accumulated one
+                while take_gradient(param) is not None:  # until torch 2.14, it may have a new and an accumulated one
                     pass
 
     def reset(self) -> None:

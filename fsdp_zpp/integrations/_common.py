@@ -41,7 +41,7 @@ def require(distribution: str, least: str, *, purpose: str = "", install: str = 
         install: How to install a framework for which there is no extra.
 
     Raises:
-        ImportError: If the framework is not installed, or is older; the error says how to install it.
+        ImportError: If the framework is missing or older than ``least``; the error says how to install it.
     """
     module = {"llamafactory": "llama_factory"}.get(distribution, distribution.replace("-", "_"))
     try:
@@ -111,13 +111,13 @@ def check_strategy(strategy: object) -> None:
 
 def companion(checkpoint: Path, name: str) -> Path:
     """Return the path of the companion ``name``; the checkpoint must exist."""
-    # Lightning's ModelCheckpoint(save_last="link") makes links to checkpoints.
+    # Companions lie with a link's target: Lightning's ModelCheckpoint(save_last="link") makes links to checkpoints.
     inside, beside = companions(checkpoint.resolve(), name)
     return inside if inside.parent.is_dir() else beside
 
 
 def companions(checkpoint: Path, name: str) -> tuple[Path, Path]:
-    """Return the paths of a companion inside and beside a checkpoint: a save may replace a file by a folder."""
+    """Return a companion's paths inside and beside a checkpoint; both may exist if a folder has replaced a file."""
     # Links are not resolved: removing a link must not remove the companions of its target.
     return checkpoint / name, checkpoint.with_name(f"{checkpoint.name}.{name}")
 
@@ -146,7 +146,7 @@ def _remove_file(path: Path) -> None:
 # base identity hold the token, too.
 #
 # A checkpoint with a mark is refused, and so is one whose codec state or base identity holds another token than
-# ``saved_under``. A job that ends and finds its mark gone leaves a new mark, which says that two jobs saved.
+# ``saved_under``. A job that ends its save and finds its mark gone leaves a new mark, which says that two jobs saved.
 
 _MARK = "save_was_cut_off"
 _DONE = "saved_under"
@@ -162,11 +162,11 @@ class MarkedSave:
     Args:
         checkpoint: The framework's file or folder, the same on all ranks.
         place: Place of the mark: ``inside`` the checkpoint folder; ``beside`` a checkpoint that may be a file; or
-            ``above``, beside the parent folder, for a framework that saves only to new folders and counts them.
-        written_last: The file in the checkpoint that the framework writes last; that of an earlier save is removed.
+            ``above``, beside the parent folder, for a framework that saves only to new folders and counts siblings.
+        written_last: The file in the checkpoint that the framework writes last; an earlier save's is removed first.
 
     Attributes:
-        token: Token of this save, which its companions must hold.
+        token: Token of this save; the companions that it writes must hold the token.
 
     Raises:
         OSError: On every rank, if rank 0 can't write the mark.
@@ -179,7 +179,7 @@ class MarkedSave:
         place: Literal["inside", "beside", "above"] = "beside",
         written_last: str | None = None,
     ) -> None:
-        # Lightning's ModelCheckpoint(save_last="link") makes links to checkpoints.
+        # Marks, like companions, lie with a link's target.
         self._target = checkpoint.resolve()
         self.token = from_first_rank(secrets.token_hex(8))
         own = dict(zip(("inside", "beside", "above"), _marks_of(self._target, f"{self.token}."), strict=True))
@@ -234,15 +234,15 @@ def remove_marks(checkpoint: Path, *, except_for: str = "") -> None:
 
 
 def check_complete(checkpoint: Path, *, models: int = 1, written_last: str | None = None) -> None:
-    """Raise unless one save wrote a checkpoint and has ended. Collective; call it before anything is loaded.
+    """Raise unless a single, completed save wrote ``checkpoint``. Collective; call it before anything is loaded.
 
     Args:
         checkpoint: The framework's file or folder.
-        models: Number of models in the checkpoint; each after the first has companions in ``model_<index>``.
+        models: Number of models in the checkpoint; each model after the first has companions in ``model_<index>``.
         written_last: The file in the checkpoint that the framework writes last.
 
     Raises:
-        ValueError: If the save has not ended, or there were two; on every rank.
+        ValueError: On every rank, if the save has not completed, or two saves are mixed.
     """
     # Rank 0 looks for all ranks, since they may see a change of a shared folder at different times.
     is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -305,7 +305,7 @@ def _marks_of(target: Path, token: str) -> tuple[Path, Path, Path]:
 
 # ---- base files
 #
-# The identity of a model's quantized base, saved with a framework's checkpoint of the weights that are trained.
+# Frameworks save only the trained weights. The identity of the quantized base that these need is saved with them.
 
 _BASE_FILE = "frozen_base.json"
 
@@ -357,7 +357,7 @@ def _read(file: Path) -> tuple[dict[str, Any], str]:
 # a checkpoint file. A model without codec state leaves no such folder.
 
 _CODECS_FOLDER = "codecs"
-_LAYOUT = "layout"  # the one key of every CodecState's state dict, even without any state
+_LAYOUT = "layout"  # the key that a CodecState's state dict has even without codec state
 
 
 def save_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoint: Path, token: str = "") -> None:
@@ -376,8 +376,8 @@ def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
     """Continue with the codec state next to ``checkpoint``; start over, with a warning, if there is none. Collective.
 
     Raises:
-        ValueError: If the codec state is of other units or another configuration of error feedback, or if files are
-            missing; the last on every rank.
+        ValueError: If the codec state is of other units or another configuration of error feedback; on every rank, if
+            files are missing.
     """
     if (codec_state := _codec_state_of(model, optimizers)) is None:
         return
@@ -386,7 +386,7 @@ def load_codec_state(model: nn.Module, optimizers: Iterable[Optimizer], checkpoi
     if not from_first_rank(folder.is_dir()):  # ranks that disagree on whether it exists would hang
         codecs.load_state_dict({_LAYOUT: f"no ranks (there is no {folder})"})
         return
-    # A checkpoint of fewer ranks or other units lacks keys. They are left out, and CodecState decides what follows.
+    # A checkpoint of fewer ranks or other units lacks keys. Load the others: CodecState then starts over or raises.
     try:
         metadata = agree(dist.group.WORLD, dcp.FileSystemReader(folder).read_metadata, lambda metadata: "", "")
         loaded = {key: value for key, value in state.items() if key in metadata.state_dict_metadata}

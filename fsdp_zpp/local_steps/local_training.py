@@ -60,7 +60,7 @@ def optimizers_of(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
 
 
 def _made() -> weakref.WeakValueDictionary[int, Optimizer]:
-    # torch's class holds the dictionary, as it holds torch's own hooks. The order is that of construction, the same in
+    # torch's Optimizer holds the dictionary, as it holds its own hooks. Its order, that of construction, is the same in
     # all processes that run the same program. A WeakValueDictionary forgets dead optimizers even while the interpreter
     # shuts down; a weakref callback of this module would find the module's globals gone.
     if _MADE not in vars(Optimizer):
@@ -73,8 +73,8 @@ def _made() -> weakref.WeakValueDictionary[int, Optimizer]:
 #
 # An optimizer's state on this rank, in checkpoints of nodes that train on their own.
 #
-# torch's checkpoints keep one copy of what replicas hold. Nodes that train on their own are not replicas, so each rank
-# saves its own optimizer state.
+# torch's checkpoints keep one copy of tensors that replicas share. Nodes that train on their own are not replicas, so
+# each rank saves its own optimizer state.
 
 
 class OptimizerState:
@@ -155,7 +155,7 @@ def _restored(saved: object, present: object, parameter: nn.Parameter, group: Ma
 # Average of optimizers' moments over nodes that train on their own.
 #
 #     this node's moments         this rank's shard of each moment, in the moment's dtype
-#         | in chunks             fp32, each parameter in a chunk for each node
+#         | in chunks             fp32, each parameter cut into one chunk per node
 #     mean over nodes             encode, all-to-all among the ranks with this local index, decode, sum in fp32
 #         | each rank its chunk
 #     moments of all nodes        encode, all-gather among the same ranks, decode: equal bit for bit
@@ -166,8 +166,8 @@ def _restored(saved: object, present: object, parameter: nn.Parameter, group: Ma
 # Adam divides by the root of its second moment. A blockwise code rounds the small values of a block to 0, and an update
 # is then divided by eps alone. So the codec encodes fourth roots, with their signs: the smallest code of 8 bits stands
 # for 1 / 127**4 of a block's largest value. If a block has no negative values, roots that would still round to 0 decode
-# to half a code. First moments are encoded in the same way: an optimizer divides each value by a scale of its own, so
-# small values matter, too. The mean is taken over the moments, after their roots are decoded.
+# to half of the smallest code. First moments are encoded in the same way: an optimizer divides each value by its own
+# scale, so small values matter, too. The mean is taken over the moments, after their roots are decoded.
 
 _HALF_CODE = 1 / 254  # half of the distance between two codes of 8 bits, as a share of a block's largest value
 
@@ -198,7 +198,7 @@ class MomentAverage:
         flat = torch.zeros(self._nodes, chunks.layout.numel, dtype=torch.float32, device=device)
         for name, places, part in chunks.places(flat):
             part.copy_(held[name][places])
-        # No variable holds a payload, so that its memory is freed once it is decoded.
+        # No variable holds a payload, so that the payload's memory is freed once it is decoded.
         self._decode(self._reduce.all_to_all(self._encoded(flat), self._label), flat)
         mean = flat[:1]
         for other in flat[1:]:  # in node order, so that copies on other mesh axes are summed in the same order
@@ -232,18 +232,18 @@ def _clamp_to_half_code(blocks: Tensor) -> None:
 
 # ---- moments
 #
-# The optimizers' moments of a model whose nodes train on their own are found here, and averaged over nodes.
+# This section finds the moments of a model's optimizers, and averages them over nodes that train on their own.
 #
 # [Note: States that nodes average]
 # A moment is a floating-point tensor with as many values as this rank holds of its parameter: Adam's two, Muon's
 # momentum. After an average all nodes hold the same states bit for bit. If a parameter has had no gradient on a node,
-# that node's optimizer has no state of it. The node then counts as zeros, the moments that zero gradients make. Numbers
-# such as step counters come from the node with the most steps of the parameter: fewer steps would make bias
+# that node's optimizer has no state of it. The node then counts with moments of zero, as zero gradients would make.
+# Numbers such as step counters come from the node with the most steps of the parameter: fewer steps would make bias
 # corrections, and so updates, larger. States of other kinds can't be averaged, and are refused.
 
 _CALL = "an average of moments over nodes"
 Number = int | float | Tensor
-States = Mapping[str, torch.dtype | Number]  # of a parameter, by name: the dtype of a moment, or a number
+States = Mapping[str, torch.dtype | Number]  # a parameter's states by name: a moment's dtype, or a number
 Key = tuple[str, str, int]  # a unit's name, a parameter's FQN, and its optimizer's number
 
 
@@ -256,15 +256,15 @@ class MomentUnit(Protocol):
 @dataclass(frozen=True, eq=False)
 class _OptimizerParam:
     unit: MomentUnit
-    name: str  # its FQN, or the first one of a flat parameter
+    name: str  # the parameter's FQN; for a flat parameter, the first FQN in it
     parameter: nn.Parameter
     optimizer: Optimizer
     group: Mapping[str, Any]
-    number: int  # of the optimizer, among the known optimizers
+    number: int  # the optimizer's, among the known optimizers
 
     def metadata(self) -> States:
         """Return the moments' dtypes and the numbers; raise a ValueError if nodes can't average a state."""
-        states = self.optimizer.state.get(self.parameter, {})  # empty before the optimizer's first step with it
+        states = self.optimizer.state.get(self.parameter, {})  # empty until the optimizer's first step
         return {name: self._metadata_of(name, value) for name, value in states.items() if value is not None}
 
     def _metadata_of(self, name: str, value: object) -> torch.dtype | Number:
@@ -335,7 +335,7 @@ class OptimizerMoments:
             self._average(unit, {params[key]: states for key, states in agreed.items() if params[key].unit is unit})
 
     def _gone_on_any_rank(self) -> frozenset[int]:
-        """Return the numbers of the optimizers that one rank or more has freed. Collective."""
+        """Return the numbers of the optimizers that any rank has freed. Collective."""
         gone = frozenset(range(self._optimizers.count)) - self._optimizers.alive().keys()
         group = self._ranks.group
         return gone if group is None else gone.union(*from_each_rank(gone, group))
@@ -357,7 +357,7 @@ class OptimizerMoments:
         return params, {key: each.metadata() for key, each in params.items()}
 
     def _params_of(self, unit: MomentUnit) -> Iterator[_OptimizerParam]:
-        """Yield the parameters with values on this rank, once for each optimizer's group; the same on all nodes."""
+        """Yield each parameter with values on this rank, once per optimizer group with it; the same on all nodes."""
         if not self._optimizers.count:
             raise ValueError(
                 f"{self._model}: nodes average the moments of optimizers, but no optimizer derived from "
@@ -378,7 +378,7 @@ class OptimizerMoments:
 
 
 def _agreed(by_node: Sequence[Mapping[Key, States]]) -> dict[Key, States]:
-    """Return the states that all nodes will have; raise a ValueError if nodes keep different kinds for a parameter."""
+    """Return the states that all nodes will have; raise a ValueError if nodes differ in a parameter's kinds."""
     agreed: dict[Key, States] = {}
     for key in dict.fromkeys(key for node in by_node for key in node):
         present = [states for node in by_node if (states := node.get(key))]
@@ -408,7 +408,7 @@ def _steps(states: States) -> float:
 # Local-update training of a model: it counts steps, and exchanges fragments between nodes when they are due.
 #
 # [Note: Steps of nodes]
-# Nodes step on their own, but must agree which step an exchange follows. So all nodes count the same event: the first
+# Nodes step on their own, but must agree after which step they exchange. So all nodes count the same event: the first
 # step of an optimizer after a backward that synchronizes gradients, even if a gradient scaler skips that step. Steps of
 # further optimizers do not count. Steps of an optimizer that is not torch's can't be observed; if there is no other
 # optimizer, each backward that synchronizes gradients counts. Exchanges that are due after a step take place before the
@@ -416,12 +416,12 @@ def _steps(states: States) -> float:
 #
 # [Note: Phases of local steps]
 # The number of steps made decides whether the next step is synchronous. This is decided for all units at once, before
-# the step's first forward and after the exchanges of the step before. In synchronous steps nodes stay equal bit for
-# bit, as without local steps, so they exchange nothing; a fragment that is due warms up its momentum. After the last
-# synchronous step, the weights become the agreed ones. Changes that a fragment has made since it was last due are not
-# in the momentum.
+# the step's first forward and after the exchanges due before it. In synchronous steps nodes stay equal bit for bit, as
+# without local steps, so they exchange nothing; a fragment that is due warms up its momentum. After the last
+# synchronous step, the weights become the agreed ones. Changes of a fragment since it was last due are not in the
+# momentum.
 #
-# A checkpoint may be loaded into another schedule, so it also says if nodes are ``apart``: they train on their own.
+# A checkpoint may be loaded into another schedule, so it also says if nodes are ``apart``, training on their own.
 #
 # [Note: One place to meet]
 # Nodes may be at different places of a training: one exchanges before a forward, while another is in
@@ -431,8 +431,8 @@ def _steps(states: States) -> float:
 #
 # In synchronous steps each backward reduces over all ranks, so nodes stay together as ranks do without local steps. But
 # a node that skips the optimizer step after a backward needs more backwards to leave the synchronous steps. Other
-# nodes may have left as soon as there were as many backwards as there are synchronous steps. From then on, the nodes
-# that remain compare their places before each forward.
+# nodes may leave as soon as they have made as many backwards as there are synchronous steps. From that backward on,
+# nodes that are still in these steps compare their places before each forward.
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -444,10 +444,10 @@ def before_forward_of(step: int) -> str:
 
 
 class LocalTraining:
-    """Counts the steps of the model under a root, and exchanges its fragments when they are due. Collective when made.
+    """Counts the steps of the model under a root, and exchanges its fragments when due. The constructor is collective.
 
-    ``fragments`` have the same order on all ranks, and may be frozen and unfrozen. Raises a ValueError if ranks differ
-    in the number of steps made.
+    ``fragments`` have the same order on all ranks; users may freeze and unfreeze them. Raises a ValueError if ranks
+    differ in the number of steps made.
     """
 
     def __init__(
@@ -488,7 +488,7 @@ class LocalTraining:
             fragment.note_trained()
 
     def step_ended(self) -> None:
-        """Count a step, made or skipped; raise a RuntimeError if no forward of the root preceded it."""
+        """Count a step, made or skipped; raise a RuntimeError if no forward of the root lies between two steps."""
         if not self._awaits_step:
             return
         self._awaits_step = False
@@ -502,7 +502,7 @@ class LocalTraining:
                 "method of it or a module inside it"
             )
 
-    # It is not traced, since the number of steps decides whether exchanges are due.
+    # The compiler must not trace this hook: at each call, the number of steps decides whether exchanges are due.
     @torch.compiler.disable
     def before_forward(self, root: nn.Module, *inputs: object) -> None:
         """Make the exchanges that are due; this is a hook before the root's forward."""
@@ -533,18 +533,18 @@ class LocalTraining:
         for fragment in self._all:
             fragment.restore()
         furthest = max((fragment.progress for fragment in self._all), key=lambda progress: progress.made)
-        for fragment in self._all:  # fragments that were frozen when the state was saved are not in it
+        for fragment in self._all:  # a state has no fragments that were frozen when it was saved
             fragment.progress.made, fragment.progress.exchanged = furthest.made, furthest.exchanged
             fragment.progress.apart, fragment.progress.unstepped = furthest.apart, furthest.unstepped
         for fragment in self._all:
-            # Nothing notices that a user sets weights before the first step: adopt all of them again until then.
+            # Until the first step, adopt all weights again at each call: nothing notices if a user sets them.
             fragment.start(anew=furthest.made == 0 and not self._awaits_step)
         # The schedule counts all fragments that were ever trained, so that freezing one does not shift the others.
         self._trained = [fragment for fragment in self._all if fragment.was_trained]
         self._restart_from_loaded()
 
     def _restart_from_loaded(self) -> None:
-        """Adopt weights loaded without a state of local steps as the agreed ones, if all nodes hold the same."""
+        """If weights were loaded without a state of local steps, and are the same on all nodes, agree on them."""
         reloaded = [fragment for fragment in self._trained if fragment.was_reloaded]
         for fragment in reloaded:
             fragment.was_reloaded = False
@@ -582,7 +582,7 @@ class LocalTraining:
             self._average_moments([self._trained[index] for index in due])
         for index in due:
             fragment = self._trained[index]
-            if fragment.progress.arrives is not None:  # due before it arrives: another unit has changed the schedule
+            if fragment.progress.arrives is not None:  # still under way: unfreezing a unit shifted the schedule
                 fragment.receive(self._config.mix)
             fragment.send(step + self._config.overlap)
         self._receive(step)
@@ -593,7 +593,7 @@ class LocalTraining:
                 fragment.receive(self._config.mix)
 
     def _on_any_rank(self, here: bool, place: str, **facts: object) -> bool:
-        """Return whether ``here`` is true on any rank; raise if places differ. See [Note: One place to meet]."""
+        """Return whether ``here`` is true on any rank; raise if ``place`` differs: [Note: One place to meet]."""
         return on_any_rank(here, self._ranks.group, EXCHANGE, {PLACE: place, "model": self.model, **facts})
 
     def _agree_on_exchange(self, fragments: Sequence[Fragment]) -> None:
@@ -606,7 +606,7 @@ class LocalTraining:
 
     def _average_moments(self, fragments: Sequence[Fragment]) -> None:
         """Average the moments of the fragments whose next exchange includes moments. Collective."""
-        # Moments come before weights: hops over the same ranks take turns, and training has to wait for moments.
+        # Moments go first: hops over the same ranks take turns, and only the exchange of weights can overlap training.
         every = self._config.moments_every
         due = [each for each in fragments if every is not None and (each.progress.sent + 1) % every == 0]
         if due and due[0].progress.made:
@@ -628,7 +628,7 @@ class LocalTraining:
         return list(zip(sums[::2], sums[1::2], strict=True))
 
     def _adapt_momentum(self, fragments: Sequence[Fragment], products: Sequence[Products]) -> None:
-        """Choose the momentum of each fragment's next outer step by its last steps; warn once if these overshoot."""
+        """Choose the momentum of each fragment's next outer step from its last steps; warn once if these overshoot."""
         gains = [fragment.outer.adapt_momentum(of) for fragment, of in zip(fragments, products, strict=True)]
         gain = max((each for each in gains if each is not None), default=None)
         if gain is None or self._has_warned:
@@ -652,7 +652,7 @@ class LocalTraining:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Return the ranks that compare their next exchange. See [Note: One place to meet]."""
+        """Return the group of ranks that compare which exchange is next. See [Note: One place to meet]."""
         return self._ranks.group
 
     def describe_exchange_all(self) -> str:
@@ -662,7 +662,7 @@ class LocalTraining:
         return f"all {units} after step {max(fragment.progress.made for fragment in self._all)}"
 
     def exchange_all(self) -> None:
-        """Exchange all fragments; nodes then agree. Collective; ranks compare ``describe_exchange_all`` first."""
+        """Exchange all fragments, so that nodes agree. Collective; callers compare ``describe_exchange_all`` first."""
         self._prepare()
         if not self._progress.apart:
             return
@@ -698,7 +698,7 @@ class LocalTraining:
     def _look_for_others(self) -> None:
         """Raise if other nodes have left the synchronous steps. Collective as soon as any node may have left them."""
         progress = self._progress
-        passed = progress.made + progress.unstepped + self._awaits_step  # the same on all nodes in these steps
+        passed = progress.made + progress.unstepped + self._awaits_step  # equal on all nodes in synchronous steps
         if progress.made < self._config.start <= passed != self._met_after:
             self._met_after = passed
             self._on_any_rank(False, before_forward_of(progress.made))

@@ -26,13 +26,13 @@ from fsdp_zpp.strategy.local_steps import LocalSteps, aligned_gain, correlation_
 class NodeChunks:
     """Cuts this rank's part of some parameters into a chunk for each node.
 
-    ``placements`` always have the same order, and may have more parameters than ``numels``. A parameter that is placed
-    differently from the one before begins at a multiple of ``block``: no codec's block spans both. See [Note: Copies].
+    ``placements`` always have the same order, and may have more parameters than ``numels``. A parameter placed
+    unlike its predecessor begins at a multiple of ``block``, so no codec's block spans both. See [Note: Copies].
     """
 
     def __init__(self, numels: Mapping[str, int], placements: Mapping[str, Hashable], nodes: int, block: int) -> None:
         self._numels = numels
-        # Each parameter is cut by itself: its chunks have the same owners whichever other parameters are sent with it.
+        # Each parameter is cut by itself, so that the owners of its chunks do not depend on what else is sent.
         order = {name: place for place, name in enumerate(placements)}
         pieces = [Piece(order[name], name, chunk_numel(numel, nodes)) for name, numel in numels.items()]
         self.layout = FlatLayout.aligned(pieces, [placements[name] for name in numels], block)
@@ -55,7 +55,7 @@ def chunk_numel(numel: int, nodes: int) -> int:
 
 
 def relative_weights(trained: Sequence[int]) -> list[float]:
-    """Return the factors w * nodes / sum(w) that weight nodes' changes by tokens or steps w; all 1 if none trained."""
+    """Return each node's weight w * nodes / sum(w), where w is its tokens or steps; all 1 if no node has trained."""
     total = sum(trained)
     return [each * len(trained) / total if total else 1.0 for each in trained]
 
@@ -72,7 +72,7 @@ def relative_weights(trained: Sequence[int]) -> list[float]:
 Products = tuple[float, float]  # <m, g> and <g, g>; see [Note: Automatic momentum] in strategy/local_steps.py
 
 MOST_GAIN = 2.0  # the aligned gain above which an outer step overshoots
-MOST_IN_A_ROW = 5  # so many such steps in a row cause a warning
+MOST_IN_A_ROW = 5  # this many overshooting steps in a row cause a warning
 _MOST_AT_ONCE = 2**30  # the most values in one scalar product: cuBLAS counts them in 32 bits
 
 
@@ -88,7 +88,7 @@ class OuterOptimizer:
     """Makes outer steps, and keeps their ``momentum`` by parameter.
 
     ``products``, fp32 [2], are <m, g> and <g, g> of the last step over this rank's values: m is the momentum before the
-    step, g the mean change. The products of the whole fragment are their sums over all ranks.
+    step, g the mean change. Summed over all ranks, ``products`` are the products of the whole fragment.
     """
 
     def __init__(self, config: LocalSteps) -> None:
@@ -100,7 +100,7 @@ class OuterOptimizer:
         """Forget all momentum; :meth:`start` comes next."""
         self.momentum = {}
         self.products = torch.zeros(2, dtype=torch.float32)
-        self._correlation = 1.0  # as long as it is unknown; "auto" then chooses its lowest momentum
+        self._correlation = 1.0  # unknown until a step; with 1, "auto" chooses its lowest momentum
         self._last = self._coefficient
         self._overshot = 0  # steps in a row
 
@@ -117,7 +117,7 @@ class OuterOptimizer:
         self.products = self.products.to(device)
 
     def step(self, gradient: Tensor, layout: FlatLayout) -> Tensor:
-        """Make an outer step by the mean change, fp32 and flat; return the update of weights in its memory."""
+        """Make an outer step by the mean change, fp32 and flat; return the update of weights, which overwrites it."""
         config, device = self._config, gradient.device
         self._last = coefficient = self._coefficient
         parts = {piece: self.momentum[piece.name].to(device).view(1, -1) for piece in layout.pieces}
@@ -147,9 +147,9 @@ class OuterOptimizer:
             momentum.mul_(coefficient)[: change.numel()].add_(change)
 
     def adapt_momentum(self, products: Products) -> float | None:
-        """Adapt the next momentum to the last step's ``products``, summed over ranks; skip it for a change of zero.
+        """Adapt the next momentum to the last step's ``products``, summed over ranks, unless the mean change was zero.
 
-        Returns the last step's gain if that step and enough before it overshot; see [Note: Overshooting].
+        Returns the last step's gain if enough steps in a row have overshot, else None; see [Note: Overshooting].
         """
         along, norm = products
         if not (isfinite(along) and isfinite(norm) and norm > 0):
@@ -193,7 +193,7 @@ def _set_to_product(product: Tensor, one: Tensor, other: Tensor) -> None:
 # Outer step of local-update training: one fragment's exchange between nodes that train on their own.
 #
 #     this node's weights         this rank's part of each parameter, in its own dtype
-#         | changes               the agreed weights less these, fp32, each parameter in a chunk for each node
+#         | changes               the agreed weights minus this node's, fp32, each parameter cut into one chunk per node
 #     mean over nodes             encode, all-to-all among the ranks with this local index, decode and sum in fp32
 #         | outer step            SGD with momentum, each rank on its chunk: 1 / nodes of this rank's values
 #     update of the weights       encode, all-gather among the same ranks, decode
@@ -201,12 +201,12 @@ def _set_to_product(product: Tensor, one: Tensor, other: Tensor) -> None:
 #
 # [Note: Agreed weights]
 # Outer steps make the agreed weights, in fp32. These are the same on all nodes bit for bit, since every node adds the
-# decoded update, even the owner of a chunk. Each rank keeps its part of them: nodes send changes against them, since
-# only changes are small enough for 4 bits. Nodes go on from the agreed weights rounded to the dtype of the model, and
-# measure changes from these, so that rounding is not sent as a change. Only the owner of a chunk keeps its momentum.
+# decoded update, even a chunk's owner, who has the exact one. Each rank keeps its part of the agreed weights. Nodes
+# send changes from them, since only changes are small enough for 4 bits. Nodes go on from agreed weights rounded to the
+# model's dtype, and measure changes from the rounded ones, so rounding is not sent. Only a chunk's owner has momentum.
 #
 # Agreed weights, momentum and errors belong to parameters ([Note: Identity] in flat_layout.py): an exchange of some
-# parameters leaves those of the others as they are.
+# parameters leaves the state of the other parameters as it is.
 #
 # Another parallelism may have copies of a parameter on several ranks. These stay equal bit for bit ([Note: Copies] in
 # flat_layout.py), since a new block begins wherever the placement changes: the rounding of a copy never depends
@@ -219,8 +219,8 @@ class OuterStepState(TypedDict):
     agreed: dict[str, Tensor]
     momentum: dict[str, Tensor]
     fit: OuterFit
-    errors: SavedErrors | None  # on the way to the owner of a chunk
-    errors_back: SavedErrors | None  # on the way back
+    errors: SavedErrors | None  # of the hop to the chunks' owners
+    errors_back: SavedErrors | None  # of the hop back
 
 
 class OuterStep:
@@ -279,7 +279,7 @@ class OuterStep:
             self._optimizer.start(name, chunk_numel(shard.numel(), self._nodes), self._device, kept_on)
 
     def _wait_for_exchange(self) -> None:
-        """Have the current stream wait for an exchange under way, before its memory has another use."""
+        """Have the current stream wait for an exchange under way, before the exchange's memory is reused."""
         wait_for(self._arrival, self._device)
         self._arrival = None
 
@@ -291,7 +291,7 @@ class OuterStep:
     def adopt(self, shards: Mapping[str, Tensor], *, warms_up: bool = False) -> None:
         """Set the agreed weights to ``shards``, which must be the same on all nodes; nothing is communicated.
 
-        ``warms_up`` adds the changes to the momentum; otherwise the momentum stays as it is.
+        ``warms_up`` adds the changes of the agreed weights to the momentum; otherwise the momentum stays as it is.
         """
         self._wait_for_exchange()
         changes: dict[str, Tensor] = {}
@@ -317,7 +317,7 @@ class OuterStep:
                 change again as soon as this returns.
             placements: How another parallelism has placed each parameter of the fragment, always in the same order. By
                 default ``shards`` has all parameters, all placed in the same way.
-            weight: Weight of this node's changes; the average node's is 1.
+            weight: Weight of this node's changes; the mean of all nodes' weights is 1.
         """
         beside = zip(shards, self._beside(shards), strict=True)
         held = {name: agreed for name, (agreed, shard) in beside if shard.numel()}
@@ -339,7 +339,7 @@ class OuterStep:
         if weight != 1:
             change.mul_(weight)
         with self.stream.after_current(self._device):
-            # A model may be freed while an exchange is under way.
+            # A model may be freed while an exchange is under way, which still reads and writes these.
             keep_until_read(self._optimizer.products)
             for name in held:
                 keep_until_read(self._agreed[name])
@@ -349,7 +349,7 @@ class OuterStep:
                 self._optimizer.step(self._mean_over_nodes(keep_until_read(change).view(-1), layout), layout), layout
             )
             gathered = self._gather.all_gather(payload, self.label)
-            decode(self._codec_back, gathered, change.view(-1), 1, self._nodes, self.label)  # in place of what was sent
+            decode(self._codec_back, gathered, change.view(-1), 1, self._nodes, self.label)  # reuses their memory
             for name, places, part in chunks.places(change):
                 kept = self._agreed[name][places]
                 kept.add_(part.to(kept.device))
@@ -366,7 +366,7 @@ class OuterStep:
 
     @torch.no_grad()
     def receive(self, shards: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """Set ``shards`` to the agreed weights, or mix in a share ``mix`` of these."""
+        """Move ``shards`` toward the agreed weights, by the share ``mix`` of the distance; 1 sets them."""
         for agreed, shard in self._beside(shards):
             moved = agreed.to(shard.device)
             shard.copy_(moved if mix == 1 else shard.float().lerp(moved, mix))
@@ -391,7 +391,7 @@ class OuterStep:
         return payload
 
     def _beside(self, shards: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return each shard's agreed weights, in its shape, and the shard; raise a ValueError if sizes differ."""
+        """Return, by shard, the agreed weights in its shape, and the shard; raise a ValueError if sizes differ."""
         kept = self.agreed
         given, started = ({name: each[name].numel() for name in shards if name in each} for each in (shards, kept))
         if given != started:

@@ -1,8 +1,8 @@
 """Memory of one GPU, by model state.
 
-PaRO (arXiv 2310.06003, section 3) counts 2P / D(p) + 2Pt / D(g) + 12Pt / D(os) bytes. This package differs in three
-ways: if parameters and optimizer state have the same scope, there is no 16-bit copy beside the fp32 shard; gradients of
-several micro-batches accumulate in fp32; and weights are kept as they are sent, so that codecs save memory, too.
+PaRO (arXiv 2310.06003, section 3) counts 2P / D(p) + 2Pt / D(g) + 12Pt / D(os) bytes for P parameters, Pt of them
+trained, and D(x) shards of state x. Here, parameters have no 16-bit copy beside the fp32 shard if their scope is the
+optimizer state's; gradients of several micro-batches accumulate in fp32; weights are kept encoded if codecs are used.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from .model_size import Unit, Units
 # Memory and gathers of a frozen base that is quantized once.
 #
 # FSDP does not manage a quantized base, so the optimizer scope and resharding do not matter. The base's placement
-# decides where it is kept: each node keeps a copy, even under parameter scope G. A double buffer decides when a unit is
-# gathered: only if it is in neither of the two buffers.
+# decides where it is kept: each node keeps a copy, even under parameter scope G. Units are gathered into two buffers in
+# turn; a unit that is still in one of them is not gathered again.
 #
 # The plan knows only the size of a unit, so it treats each as one weight. It assumes that half of the root's parameters
 # come before the layers (an embedding) and half after them (a head).
@@ -58,7 +58,7 @@ def gathers_of(size: Units, codec: Codec, strategy: ResolvedStrategy) -> Gathers
     cycle = [place for place, _ in groupby(forward + backward)]
     if len(cycle) > 1 and cycle[0] == cycle[-1]:  # the next step begins where this one ends
         cycle.pop()
-    # A unit is gathered into the buffer of the one two places before, unless that is the same unit.
+    # A unit takes the buffer of the unit two places before it; if that is the same unit, nothing is gathered.
     total = sum(sizes[unit][0] for place, unit in enumerate(cycle) if unit != cycle[(place - 2) % len(cycle)])
     # Units go into the two buffers in turn. After an odd number of units, the next step begins with the other buffer.
     turns = [sizes[unit][0] for unit in cycle * min(2, len(cycle))]
@@ -82,8 +82,8 @@ def _sizes_in_order(size: Units) -> Iterator[tuple[int, bool]]:
 
 
 def _placement(strategy: ResolvedStrategy) -> Placement:
-    # The requested letter places a base, not the effective scope. Sizes are equal on all ranks, so rank 0 will do, and
-    # needs no process groups.
+    # The parameter scope as requested places a base; the effective scope may differ. Sizes are equal on all ranks, so
+    # rank 0 stands for all. Sizes need no process groups.
     return Placement.of_strategy(strategy.levels[0], ProcessMesh(strategy.topology, 0, None, None))
 
 
@@ -93,9 +93,9 @@ def _placement(strategy: ResolvedStrategy) -> Placement:
 #
 # A rank sends b * (r - 1) bytes in an all-gather of b bytes over r ranks, and as many in an all-to-all of r parts of b
 # bytes: every byte goes to each of its destinations once. The figures include the padding of flat groups to equal
-# shards, and the scales and alignment that codecs add. Small parameters count as encoded; in fact they are not, which
-# adds about a hundredth. The first step is left out: it also gathers the frozen weights that a rank or node then keeps.
-# A quantized base follows the section above.
+# shards, and the scales and alignment that codecs add. Small parameters count as encoded, but are sent as they are: a
+# step sends about a hundredth more. The first step, which also gathers frozen weights to keep, is left out.
+# For a quantized base, see the section above.
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def step_volume(size: Units, resolved: ResolvedStrategy, micro_batches: int, pre
 
 
 def shard_numel(numel: int, scope: str, topology: Topology) -> int:
-    """Return the elements of a flat group's padded shard: one in all (N), one per GPU of a node (I) or per rank (G)."""
+    """Return the elements of each padded shard of a flat group: one (N), one per GPU of a node (I) or rank (G)."""
     return -(-numel // topology.shard_count(scope))
 
 
@@ -158,8 +158,8 @@ def shard_payload(numel: int, strategy: ResolvedStrategy, precision: Precision) 
 def _gathers(numel: int, trainable: bool, strategy: ResolvedStrategy, precision: Precision, repeats: int) -> Volume:
     """Count all gathers of a flat group in a step (PaRO, appendix; ZeRO++'s hpZ, arXiv 2306.10209, for I over G).
 
-    ``repeats`` is how often the unit gathers weights that are not kept. Weights that are kept, on the rank (N) or as
-    the node's secondary shard (I over G), are gathered again once a step; frozen ones, never.
+    ``repeats`` is the number of gathers in a step of weights that are not kept. Trainable weights that are kept, on the
+    rank (N) or as the node's secondary shard (I over G), are gathered once a step; kept frozen weights never again.
     """
     parameters, _, optimizer = strategy.scopes
     nodes, gpus = strategy.topology.nodes, strategy.topology.gpus_per_node
@@ -182,7 +182,7 @@ def _reductions(numel: int, strategy: ResolvedStrategy, micro_batches: int, item
     """Count all reductions of a trainable flat group in a step (PaRO, appendix; ZeRO++'s qgZ for the hops down).
 
     The hops down reduce whole gradients to shards: an all-to-all in the node, then one between nodes. The hops up
-    gather these for optimizer scopes I and N: an all-gather between nodes, then, under N, one in the node.
+    gather the shards for optimizer scopes I and N: an all-gather between nodes, then, under N, one in the node.
     """
     _, gradients, optimizer = strategy.scopes
     nodes, gpus = strategy.topology.nodes, strategy.topology.gpus_per_node
@@ -303,10 +303,10 @@ def _accumulator_numel(numel: int, strategy: ResolvedStrategy) -> int:
 def _working_memory(size: Units, strategy: ResolvedStrategy, precision: Precision) -> int:
     """Return the bytes of the units in flight.
 
-    They are weights in the compute dtype: those of the units that FSDP keeps from forward to backward, and those of the
-    two largest others, since one computes while one is gathered. If all weights are kept anyway (N over I or G), there
-    are none. The gradient of the largest unit counts in the reduce dtype and in fp32. A quantized base adds its two
-    buffers and the decoded weights of its largest unit.
+    Weights count in the compute dtype: those of the units that FSDP keeps from forward to backward, and of the two
+    largest other units, since one computes while the next is gathered. If all weights are kept anyway (N over I or G),
+    none count here. The gradient of the largest unit counts in the reduce dtype and in fp32. A quantized base adds its
+    two buffers and the decoded weights of its largest unit.
     """
     kept = _kept_whole(strategy)
     trainable, frozen = not kept, not kept and strategy.frozen is None

@@ -23,8 +23,8 @@ from fsdp_zpp.comm.mesh import ProcessMesh
 
 # ---- weights that ``dcp.load`` has written in place
 #
-# A state dict of ``fully_shard`` shows the shards themselves, so a load writes to the weights, whether or not its
-# result is set on the model afterwards. torch has no hook for that. All its public load functions call one private
+# A state dict of ``fully_shard`` has the shards themselves, so a load writes to the weights, even if nobody sets the
+# loaded state dict on the model. torch has no hook for that. All its public load functions call one private
 # function, which they look up in their module's globals at each call. So replacing it there also catches calls by code
 # that imported a public function earlier.
 
@@ -71,7 +71,7 @@ def _loading(group: dist.ProcessGroup | None, *, alone: bool) -> frozenset[int]:
 
 
 def _tell(loading: frozenset[int]) -> None:
-    # If some ranks of a unit took it for stale and others did not, they would enter different collectives.
+    # Only loads by all ranks of a unit count: ranks that disagree on what is stale would enter different collectives.
     all_load = functools.cache(lambda mesh: mesh.is_within(loading))
     for unit in list(_listeners):
         if all_load(unit.ranks):
@@ -93,8 +93,8 @@ class FlatPart:
     shape: torch.Size  # of the local tensor, if another parallelism also shards the parameter
     shard: Tensor  # this rank's shard of the flat parameter, in full precision
     requires_grad: bool
-    device: torch.device  # on which it is gathered, even if shards are offloaded
-    group: dist.ProcessGroup | None  # of ranks that hold a shard each; None if this rank holds all of it
+    device: torch.device  # of the gathered parameter, even if shards are offloaded
+    group: dist.ProcessGroup | None  # of ranks that each hold a shard; None if this rank holds all
     dtensor_spec: Any  # the DTensorSpec of a parameter that another parallelism shards, too; None for others
 
     @property
@@ -145,7 +145,7 @@ def flat_parts(model: nn.Module) -> Iterator[FlatPart]:
 
 
 def _instances(model: nn.Module) -> Iterator[FullyShardedDataParallel]:
-    # torch's fsdp_modules() takes four times as long: it looks up the states of modules that it has not wrapped, too.
+    # torch's fsdp_modules() takes four times as long: it also looks up the states of modules that are not wrapped.
     return (module for module in model.modules() if isinstance(module, FullyShardedDataParallel))
 
 
@@ -154,7 +154,7 @@ def is_flat(parameter: Tensor) -> bool:
 
 
 def original_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
-    """Return the dtypes of buffers before mixed precision cast them; state dicts show buffers in these."""
+    """Return the dtypes that buffers had before mixed precision; state dicts have buffers in these dtypes."""
     dtypes = {}
     for instance in _instances(model):
         if instance.mixed_precision.buffer_dtype is None:
@@ -210,7 +210,7 @@ def _copy_unsharded(handle: FlatParamHandle) -> None:
 
 
 def is_flattened(parameter: Tensor) -> bool:
-    """Return whether ``FullyShardedDataParallel`` has flattened a parameter, or it is a flat parameter itself."""
+    """Return whether ``parameter`` is a flat parameter, or ``FullyShardedDataParallel`` has flattened it into one."""
     return isinstance(parameter, FlatParameter) or _is_fsdp_flattened(parameter)
 
 

@@ -28,9 +28,9 @@ from .unit import Checksums, ParameterUnit, StrategyUnit, named_units
 # [Note: Weights of codec state]
 # If a save over an older checkpoint is cut off between weights and codec state, the two are of different steps. So
 # codec state carries checksums of the weights that it was saved with. Weights may be loaded before or after codec
-# state. So it is used in two cases: the weights match when it is loaded, and no weights are loaded after it; or the
-# weights match at the next forward. If they differ on any rank, all ranks drop it, including those of other
-# parallelisms. Otherwise, error feedback would start over for some copies of a parameter alone, and they would diverge.
+# state. So codec state is used if the weights match when it is loaded and no weights are loaded later, or if they match
+# at the next forward. If the weights differ on any rank, all ranks drop codec state, including ranks of other
+# parallelisms: if error feedback started over for only some copies of a parameter, the copies would diverge.
 #
 # With local steps, a checkpoint has either the agreed weights, or weights whose pieces come from arbitrary nodes. Codec
 # state has the weights of every node, so the pieces are compared with these weights instead of checksums.
@@ -63,7 +63,7 @@ class LoadedState:
 
     @torch.compiler.disable  # it runs once
     def verify_or_drop(self, *forward: object) -> None:
-        """Drop the state unless it belongs to the weights of all ranks. Collective."""
+        """Drop the state unless every rank has the weights that it was saved with. Collective."""
         self.forget()
         differs = not all(self._is_of_same(unit) for unit in self.saved_with if _fragment_of(unit) is None)
         local = [unit for unit in self.saved_with if _fragment_of(unit) is not None]
@@ -86,7 +86,7 @@ class LoadedState:
         return (loads == unit.loads and _match(at_load, saved)) or _match(_digest(unit, saved), saved)
 
     def _nodes_hold(self, units: Sequence[ParameterUnit]) -> bool:
-        """Return whether all weights are the agreed ones, or each piece of a weight is some node's. Collective."""
+        """Return whether all weights are the agreed ones, or each piece of a weight is from some node. Collective."""
         meshes = dict.fromkeys(unit.ranks for unit in units)
         # Every rank communicates over each mesh, whatever it has found on the one before.
         found = [self._nodes_of_mesh_hold([unit for unit in units if unit.ranks == mesh], mesh) for mesh in meshes]
@@ -144,7 +144,7 @@ SavedState = ErrorFeedbackState | SecondaryShard | Fragment | OptimizerState
 """Codec state of one unit, or of one optimizer."""
 
 _SAVED_WITH = "saved_with"
-"""Key of the checksums of a unit's weights, in the state of each of its parts."""
+"""In the saved state of each part of a unit: the key of the checksums of the unit's weights."""
 
 
 class RankState:
@@ -170,7 +170,7 @@ class RankState:
         self._prefix = f"rank{dist.get_rank()}/"
 
     def state_dict(self) -> dict[str, str | bytes]:
-        """Return this rank's part, as bytes by unit, and the layout of the ranks."""
+        """Return this rank's parts, each as bytes, and the layout of the ranks."""
         saved_with = {unit: _saved_with(unit) for unit in dict.fromkeys(self._units.values())}
         own: dict[str, str | bytes] = {"layout": self._layout}
         for name, part in self._parts.items():
@@ -213,7 +213,7 @@ class RankState:
             raise ValueError(
                 f"the checkpoint has no codec state for {missing}; wrap the model as it was wrapped when it was saved"
             )
-        # All keys exist, so no part is loaded if another is missing.
+        # Read all parts before the first is loaded, so that a damaged part leaves the model as it is.
         loaded = {name: torch.load(io.BytesIO(state[self._prefix + name]), weights_only=True) for name in self._parts}
         self._forget_loaded()
         for name, part in self._parts.items():
@@ -249,11 +249,11 @@ class CodecState(RankState):
     weights, states of optimizers and of exchanges. It is a ``Stateful`` of torch.distributed.checkpoint; each rank
     saves its own part. On another number of ranks or nodes, or if the weights at the next forward are not those that it
     was saved with, errors start from zero, weights are sent whole once and nodes restart their local steps, with a
-    warning. If more ranks load than have saved, the checkpoint has no entries for some of them: load this part by
+    warning. If more ranks load than have saved, the checkpoint has no entries for some of them: load codec state by
     itself, ``dcp.load({"codecs": CodecState(model)}, ..., planner=DefaultLoadPlanner(allow_partial_load=True))``.
 
     With local steps, weights and optimizer states in torch's own checkpoints come from an arbitrary node. On the same
-    layout this state replaces them, before the next forward. For other layouts, save weights under
+    layout, codec state replaces them before the next forward. For other layouts, save weights under
     ``agreed_weights``.
 
     Args:
@@ -300,13 +300,13 @@ def _optimizer_states(
 ) -> dict[str, SavedState]:
     listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     fragments = [part for part in parts.values() if isinstance(part, Fragment)]
-    # A model that is frozen now may have been trained before, so its fragments are asked whether they ever were.
+    # A model that is frozen now may have been trained before, so ask its fragments whether they ever were.
     if fragments and not listed and any(fragment.was_trained for fragment in fragments):
         raise ValueError(
             f"with local_steps, each node of this {type(model).__name__} has optimizer states of its own: pass "
             "CodecState(model, optimizer), or a list if there are several optimizers"
         )
-    for fragment in fragments:  # the first step would add them, but after a resumption an exchange may come before it
+    for fragment in fragments:  # steps add optimizers, too, but after a resumption an exchange may come first
         for each in listed:
             fragment.optimizers.add(each)
     return {
@@ -315,7 +315,7 @@ def _optimizer_states(
 
 
 def _saved_with(unit: ParameterUnit) -> Checksums:
-    """Return the checksums of a unit's trained parameters, which differ from step to step."""
-    if unit.loaded_state is not None:  # and not used yet
+    """Return the checksums of a unit's trained parameters; the others do not change from step to step."""
+    if unit.loaded_state is not None:  # which is not used yet
         return unit.loaded_state.saved_with[unit]
     return _digest(unit, set(unit.sharded.trained_names()))

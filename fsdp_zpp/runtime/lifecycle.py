@@ -34,15 +34,15 @@ from .unit import ParameterUnit, StrategyUnit, units_of, warn_of_unmatched
 # [Note: What a step changes]
 # A step may write to every parameter that ever required a gradient or was ever given to an optimizer: weight decay and
 # momentum move parameters that are frozen by now, and adapters that are off during the step. So a unit that was found
-# to change once counts as changing from then on, whatever requires a gradient later. The end of every backward and
-# every step look for such units, since all ranks pass there.
+# to change once counts as changing from then on, whatever requires a gradient later. Trackers look for such units at
+# the end of every backward and in every step, since all ranks pass there.
 #
 # Users may leave a parameter out of the optimizer on a rank that has no element of it. Such a rank can't tell that a
 # step changes the unit. So a unit that is empty on some rank counts as changed by every step; such units are small.
 #
 # A step after the backward makes all changing units stale, even those that its optimizer does not hold. A step in the
-# backward, by one of many optimizers, makes only its own units stale: the backward still needs the other weights, and
-# would send stale ones between nodes again. When gradients are synchronized, all changing units become stale, on all
+# backward, by one of many optimizers, makes only its optimizer's units stale: the backward still needs other weights,
+# and would send stale ones between nodes again. When gradients are synchronized, all changing units become stale on all
 # ranks. Until then, a unit can be stale on the ranks that step it and fresh on ranks that hold no element of it. This
 # matters only if the backward uses the unit again.
 #
@@ -52,11 +52,11 @@ from .unit import ParameterUnit, StrategyUnit, units_of, warn_of_unmatched
 # optimizer that steps after the synchronization.
 #
 # [Note: Which backwards are micro-batches]
-# Several backwards before one step may rightly synchronize gradients each: a forward may have several losses, and the
+# Several backwards before one step may each rightly synchronize gradients: a forward may have several losses, and the
 # other half of a GAN has backwards of its own, whose gradients are cleared. So a backward counts only after a forward
-# of the whole model, not of a layer that activation checkpointing repeats; and clearing gradients restarts the count.
-# A single step may also have several by design. So the warning waits for two steps in a row with several counted
-# backwards each, without a step of another model's optimizer in between.
+# of the whole model (activation checkpointing repeats single layers), and clearing gradients restarts the count. A
+# single step may also have several counted backwards by design. So the warning waits for two such steps in a row,
+# without a step of another model's optimizer in between.
 
 IN_OPTIMIZER = "_fsdp_zpp_in_optimizer"
 """Attribute of parameters that were given to some optimizer."""
@@ -67,8 +67,7 @@ logger = logging.getLogger("fsdp_zpp")
 class StepTracker:
     """Tells the units of a model about backwards, steps and cleared gradients, and warns of each mistake once.
 
-    It warns only if it has the model's ``root``, which is named ``model``. Each unit in ``too_small`` is empty on some
-    rank.
+    It warns only if it is given ``model``, the name of ``root``. Each unit in ``too_small`` is empty on some rank.
     """
 
     def __init__(
@@ -110,8 +109,8 @@ class StepTracker:
 
     def gradients_synchronized(self) -> None:
         """Handle the synchronization of a step's gradients, at the end of a backward or at a user's request."""
-        # A step follows, which not every optimizer announces: some are not torch's, some write through p.data or in
-        # the middle of their step. A step without a backward is left to optimizer_stepped.
+        # Do not wait for the step: some optimizers are not torch's and announce none, some write through p.data or in
+        # the middle of their step. If a step has no backward before it, only optimizer_stepped makes weights stale.
         self._make_stale()
         if self._others_stepped and not self._optimizer_is_known:
             self._check_optimizer()
@@ -120,8 +119,8 @@ class StepTracker:
         if self._local_training is not None:
             self._local_training.gradients_synchronized()
         backward = running_backward()
-        # A step in a nested backward, as of a reentrant checkpoint, has a larger number. A step in an earlier backward
-        # that failed has a smaller one.
+        # Later backwards have larger numbers. A step may have been made in a nested backward, such as a reentrant
+        # checkpoint's, which belongs to this one; or in an earlier backward that failed, which does not.
         if self._stepped_in is not None and (backward is None or self._stepped_in >= backward):
             self._end_step()
         self._synchronized_in, self._stepped_in = backward, None
@@ -141,7 +140,7 @@ class StepTracker:
         self._step_made(ids)
 
     def optimizer_switched(self, optimizer: Optimizer) -> None:
-        """Handle an optimizer's switch between training and evaluation; it may change weights more than a step."""
+        """Handle an optimizer's switch between training and evaluation; it may change weights more than a step does."""
         ids = _parameter_ids(optimizer)
         if self._holds_any(ids):
             self._make_stale(ids, by_step=False)
@@ -168,7 +167,7 @@ class StepTracker:
         self._step_ended(optimizer)
 
     def gradients_cleared(self, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
-        """Handle ``optimizer.zero_grad()``; it also drops what earlier micro-batches of the step have accumulated."""
+        """Handle ``optimizer.zero_grad()``: drop the gradients that earlier micro-batches have accumulated, too."""
         ids = _parameter_ids(optimizer)
         if self._holds_any(ids):
             self._backwards = 0
@@ -228,7 +227,7 @@ class StepTracker:
                 errors.step_made()
 
     def _units_with(self, ids: set[int]) -> Iterator[ParameterUnit]:
-        """Yield the units of which an optimizer holds parameters, with these ``ids``; the same units on all ranks."""
+        """Yield the units of an optimizer, by the ``ids`` of its parameters; the same units on all ranks."""
         # One of several optimizers, or one that steps within the backward, clears only its own gradients.
         for unit in self._units:
             parameters = unit.sharded.parameters()
@@ -255,13 +254,13 @@ class StepTracker:
         self._others = others
 
     def _make_stale(self, ids: Collection[int] = (), *, by_step: bool = True) -> None:
-        """Declare stale the weights of all changing units, before or after the write."""
+        """Declare the weights of all changing units stale; a step may write to them earlier or later."""
         self._find_changing(ids)
         for unit in self._changing:
             unit.invalidate(by_step=by_step)
 
     def _make_stale_in_backward(self, ids: set[int]) -> None:
-        """Declare stale the units with parameters of an optimizer that steps within the backward."""
+        """Declare those units stale that have parameters of an optimizer stepping within the backward."""
         self._find_changing(ids)
         for unit in self._changing:
             if not ids.isdisjoint(map(id, unit.sharded.parameters())):
@@ -294,7 +293,7 @@ def local_numel(parameter: nn.Parameter) -> int:
 
 
 def _parameter_ids(optimizer: Optimizer) -> set[int]:
-    # In C, since this runs twice a step.
+    # A loop in C, since this runs twice a step.
     return set(map(id, chain.from_iterable(map(itemgetter("params"), optimizer.param_groups))))
 
 
@@ -355,8 +354,8 @@ def _call_after(owner: type, method: str, hook: Callable[..., None]) -> None:
 
 # Schedule-free optimizers have other weights for training than for evaluation, and parameters hold one kind at a time:
 # the optimizer's ``train`` and ``eval`` write to the parameters. torch's own optimizers have no such methods. Trainer
-# calls ``train`` before each micro-batch, so a call that repeats the last mode is ignored. A change of mode is an event
-# that all ranks see, like a step.
+# calls ``train`` before each micro-batch, so a call that repeats the last mode is ignored. All ranks see a change of
+# mode, as they see a step.
 
 
 def _mode_called(mode: str, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
@@ -381,7 +380,7 @@ def _optimizer_given(optimizer: Optimizer, *args: object, **kwargs: object) -> N
             _call_after(type(optimizer), mode, hook)
 
 
-# At import: a model is watched from its first forward on, and optimizers are constructed before that.
+# Added at import, since optimizers are constructed before a model's first forward, from which on it is watched.
 _call_after(Optimizer, "add_param_group", _optimizer_given)
 _call_after(Optimizer, "load_state_dict", _state_loaded)
 
@@ -477,7 +476,7 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
 
 
 def _check_before_forwards(root: nn.Module, units: Sequence[StrategyUnit]) -> None:
-    """Under FSDP_ZPP_CHECK, raise on every rank before a forward that would reuse changed weights on any rank."""
+    """Under FSDP_ZPP_CHECK, raise on every rank before a forward if any rank would reuse outdated weights in it."""
     gathers = [unit.gather for unit in units if unit.gather is not None and unit.keeps_weights]
     gathers = [gather for gather in gathers if (of := gather.secondary.source) is not None and of.compares_contents()]
 

@@ -1,4 +1,4 @@
-"""Links among the ranks of a machine: which of them NVLink joins, by NVML."""
+"""Links among the ranks of a machine: NVML says which of their GPUs NVLink joins."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class GpuReport:
 
 
 def nvml_report(uuid: str) -> GpuReport | None:
-    """Return the report on the GPU with this UUID, given without "GPU-" or "MIG-"; None if unknown."""
+    """Return NVML's report on the GPU or MIG instance ``uuid``, which has no prefix; None if NVML can't tell."""
     try:
         nvml = importlib.import_module("pynvml")
     except ModuleNotFoundError:
@@ -85,9 +85,9 @@ def _whole_gpu(nvml: Any, uuid: str) -> Any:
 #
 # Fast links are NVLink, directly or through switches, and links among ranks on one GPU. All others are slow:
 # peer-to-peer access over PCIe, copies through the host's memory, and NVLink that NCCL was told not to use. Each rank
-# asks NVML about its own GPU, and ranks exchange the answers once per group, so that all get the same result. If ranks
-# of a node are neither joined nor known to be apart (on CPUs, or among accelerators other than NVIDIA's), all links of
-# the group are unknown.
+# asks NVML about its own GPU, and ranks exchange the answers once per group, so that all get the same result. If it is
+# unknown for two ranks of a node whether fast links join them (on CPUs, or among accelerators other than NVIDIA's), all
+# links of the group are unknown.
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def known_links(group: dist.ProcessGroup | None) -> Links | None:
 
 
 def links_from(reports: Sequence[GpuReport], launched: Topology) -> Links | None:
-    """Return the fast links by the reports of all ranks, in the order of ranks; None if links are unknown."""
+    """Return the fast links that ``reports`` of all ranks, in rank order, show; None if links are unknown."""
     sets: list[tuple[int, ...]] = []
     for ranks in launched.intra_partition():
         found = _joined_sets({rank: reports[rank] for rank in ranks})
@@ -155,8 +155,8 @@ def links_from(reports: Sequence[GpuReport], launched: Topology) -> Links | None
 
 
 def _joined_sets(reports: dict[int, GpuReport]) -> list[tuple[int, ...]] | None:
-    # GPUs that are joined through others are one set: NCCL's rings run along links, and many pairs among eight V100s
-    # have no direct link.
+    # GPUs that are joined only through others are one set, too: NCCL's rings run along links, and many pairs among
+    # eight V100s have no direct link.
     sets: list[set[int]] = []
     for rank, report in reports.items():
         near = [part for part in sets if any(_are_joined(report, reports[other]) for other in part)]
@@ -212,7 +212,7 @@ def own_report(group: dist.ProcessGroup, device: torch.device | None) -> GpuRepo
 
 
 def _cuda_report(uuid: str, own: int) -> GpuReport:
-    """Return a report of the visible GPUs that this one can't access; links to all others are unknown."""
+    """Return a report by CUDA: only visible GPUs that this one can't access are apart; other links are unknown."""
     others = (index for index in range(torch.cuda.device_count()) if index != own)
     apart = (index for index in others if not torch.cuda.can_device_access_peer(own, index))
     uuids = frozenset(str(torch.cuda.get_device_properties(index).uuid) for index in apart)
