@@ -393,7 +393,7 @@ _MIB = {"cuda": 128, "cpu": 8}
 
 @dataclass(frozen=True)
 class Links(Bandwidth):
-    """Bandwidths. ``are_slow`` says that some GPUs of a node lack NVLink; a strategy may then count each as a node."""
+    """Bandwidths. ``are_slow`` if NVLink does not join a node's GPUs: a strategy may then count each GPU as a node."""
 
     are_slow: bool = False
 
@@ -470,14 +470,14 @@ _NAMES = {strategy: name for name, strategy in _STRATEGIES.items()}
 
 
 def candidates(planner: Planner) -> list[str]:
-    """Return the names of strategies to try, the simplest first; leave out those that need a missing package."""
+    """Return the names of strategies to try, the simplest first, except those that need a package missing here."""
     torchs = [FULL_SHARD, HSDP] if planner.links.nodes > 1 else [FULL_SHARD]
     ours = _for_adapters(planner) if planner.task.lora else _for_full_training(planner)
     return list(dict.fromkeys([*torchs, *ours]))
 
 
 def _for_adapters(planner: Planner) -> Iterator[str]:
-    """Yield strategies that shard a quantized base inside each node or, if that may pay, keep it whole on each GPU."""
+    """Yield strategies that shard a quantized base inside each node; if that may pay, also ones that keep it whole."""
     names = [_ONCE, f"{_ONCE}-int4", *([f"{_ONCE}-nf4"] if find_spec("bitsandbytes") else [])]
     yield from names
     if _may_pay_alone(planner.links):
@@ -533,7 +533,7 @@ def recommend(rows: Sequence[Row]) -> Recommendation:
 
 
 def is_clearly_faster(row: Row, than: Row) -> bool:
-    """Return whether ``row`` has its upper quartile below the other's lower, and a median less by :data:`TOLERANCE`."""
+    """Return whether a row's upper quartile is below the other's lower, and its median is less by :data:`TOLERANCE`."""
     return bool(row["quartiles_ms"][1] < than["quartiles_ms"][0] and row["step_ms"] < (1 - TOLERANCE) * than["step_ms"])
 
 

@@ -220,7 +220,7 @@ class GroupGradients(StepGradients):
             self._replace_hook()
         if group._orig_dtype is None:  # at the first forward, all was frozen and torch set no reduce dtype
             group._init_mp_dtypes()
-        # Until torch 2.12, a group of several modules gets a call for each at the end of a backward: only one counts.
+        # Until torch 2.12, a group of several modules gets a call for each at the end of a backward: ignore repeats.
         if self._reduced and group._training_state == TrainingState.IDLE:
             return
         self._reduced = True
@@ -229,7 +229,7 @@ class GroupGradients(StepGradients):
             self._reduce_step(*unused)
             return
         # reduce_grads may be True here: set_requires_all_reduce(False) alone can say that more micro-batches follow.
-        # Even then, torch must keep the gradients unreduced, for :meth:`reduce_micro_batch`.
+        # Even then, torch must keep the gradients unreduced until the group's turn, for :meth:`reduce_micro_batch`.
         reduce_grads, group.reduce_grads = group.reduce_grads, False
         try:
             _post_backward(group, *unused)
@@ -278,7 +278,7 @@ class GroupGradients(StepGradients):
             finish()
 
     def _drop_prefetch(self) -> None:
-        # Parameters get unsharded tensors, which hold gradients, when a first gather completes: complete it if begun.
+        # Only a complete first gather gives parameters the unsharded tensors that hold gradients: complete it if begun.
         group = self._group
         if group._all_gather_result is not None and not all(hasattr(p, "_unsharded_param") for p in group.fsdp_params):
             group.wait_for_unshard()

@@ -305,7 +305,7 @@ def _marks_of(target: Path, token: str) -> tuple[Path, Path, Path]:
 
 # ---- base files
 #
-# Frameworks save only the trained weights. The identity of the quantized base that these need is saved with them.
+# With a quantized base, frameworks save only the trained weights. The identity of the base is saved with them.
 
 _BASE_FILE = "frozen_base.json"
 

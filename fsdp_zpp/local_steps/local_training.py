@@ -60,8 +60,8 @@ def optimizers_of(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
 
 
 def _made() -> weakref.WeakValueDictionary[int, Optimizer]:
-    # torch's Optimizer holds the dictionary, as it holds its own hooks. Its order, that of construction, is the same in
-    # all processes that run the same program. A WeakValueDictionary forgets dead optimizers even while the interpreter
+    # The dictionary is an attribute of torch's Optimizer class. Its order, that of construction, is the same in all
+    # processes that run the same program. A WeakValueDictionary forgets dead optimizers even while the interpreter
     # shuts down; a weakref callback of this module would find the module's globals gone.
     if _MADE not in vars(Optimizer):
         setattr(Optimizer, _MADE, weakref.WeakValueDictionary())
@@ -237,7 +237,7 @@ def _clamp_to_half_code(blocks: Tensor) -> None:
 # [Note: States that nodes average]
 # A moment is a floating-point tensor with as many values as this rank holds of its parameter: Adam's two, Muon's
 # momentum. After an average all nodes hold the same states bit for bit. If a parameter has had no gradient on a node,
-# that node's optimizer has no state of it. The node then counts with moments of zero, as zero gradients would make.
+# that node's optimizer has no state of it. The node then counts with moments of zero, those that zero gradients make.
 # Numbers such as step counters come from the node with the most steps of the parameter: fewer steps would make bias
 # corrections, and so updates, larger. States of other kinds can't be averaged, and are refused.
 
@@ -264,7 +264,7 @@ class _OptimizerParam:
 
     def metadata(self) -> States:
         """Return the moments' dtypes and the numbers; raise a ValueError if nodes can't average a state."""
-        states = self.optimizer.state.get(self.parameter, {})  # empty until the optimizer's first step
+        states = self.optimizer.state.get(self.parameter, {})  # empty until the optimizer first steps it
         return {name: self._metadata_of(name, value) for name, value in states.items() if value is not None}
 
     def _metadata_of(self, name: str, value: object) -> torch.dtype | Number:
@@ -378,7 +378,7 @@ class OptimizerMoments:
 
 
 def _agreed(by_node: Sequence[Mapping[Key, States]]) -> dict[Key, States]:
-    """Return the states that all nodes will have; raise a ValueError if nodes differ in a parameter's kinds."""
+    """Return the states that all nodes will have; raise a ValueError if nodes keep different kinds for a parameter."""
     agreed: dict[Key, States] = {}
     for key in dict.fromkeys(key for node in by_node for key in node):
         present = [states for node in by_node if (states := node.get(key))]
@@ -533,7 +533,7 @@ class LocalTraining:
         for fragment in self._all:
             fragment.restore()
         furthest = max((fragment.progress for fragment in self._all), key=lambda progress: progress.made)
-        for fragment in self._all:  # a state has no fragments that were frozen when it was saved
+        for fragment in self._all:  # a loaded state need not have all fragments
             fragment.progress.made, fragment.progress.exchanged = furthest.made, furthest.exchanged
             fragment.progress.apart, fragment.progress.unstepped = furthest.apart, furthest.unstepped
         for fragment in self._all:
@@ -582,7 +582,7 @@ class LocalTraining:
             self._average_moments([self._trained[index] for index in due])
         for index in due:
             fragment = self._trained[index]
-            if fragment.progress.arrives is not None:  # still under way: unfreezing a unit shifted the schedule
+            if fragment.progress.arrives is not None:  # still under way: a newly trained unit has shifted the schedule
                 fragment.receive(self._config.mix)
             fragment.send(step + self._config.overlap)
         self._receive(step)

@@ -100,7 +100,7 @@ class OuterOptimizer:
         """Forget all momentum; :meth:`start` comes next."""
         self.momentum = {}
         self.products = torch.zeros(2, dtype=torch.float32)
-        self._correlation = 1.0  # unknown until a step; with 1, "auto" chooses its lowest momentum
+        self._correlation = 1.0  # as long as it is unknown: with 1, "auto" chooses its lowest momentum
         self._last = self._coefficient
         self._overshot = 0  # steps in a row
 
@@ -117,7 +117,7 @@ class OuterOptimizer:
         self.products = self.products.to(device)
 
     def step(self, gradient: Tensor, layout: FlatLayout) -> Tensor:
-        """Make an outer step by the mean change, fp32 and flat; return the update of weights, which overwrites it."""
+        """Make an outer step by the mean change, fp32 and flat; return the update of weights, in its memory."""
         config, device = self._config, gradient.device
         self._last = coefficient = self._coefficient
         parts = {piece: self.momentum[piece.name].to(device).view(1, -1) for piece in layout.pieces}
@@ -349,7 +349,7 @@ class OuterStep:
                 self._optimizer.step(self._mean_over_nodes(keep_until_read(change).view(-1), layout), layout), layout
             )
             gathered = self._gather.all_gather(payload, self.label)
-            decode(self._codec_back, gathered, change.view(-1), 1, self._nodes, self.label)  # reuses their memory
+            decode(self._codec_back, gathered, change.view(-1), 1, self._nodes, self.label)  # overwrites the changes
             for name, places, part in chunks.places(change):
                 kept = self._agreed[name][places]
                 kept.add_(part.to(kept.device))
@@ -391,7 +391,7 @@ class OuterStep:
         return payload
 
     def _beside(self, shards: Mapping[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return, by shard, the agreed weights in its shape, and the shard; raise a ValueError if sizes differ."""
+        """Return each shard's agreed weights, in its shape, and the shard; raise a ValueError if sizes differ."""
         kept = self.agreed
         given, started = ({name: each[name].numel() for name in shards if name in each} for each in (shards, kept))
         if given != started:

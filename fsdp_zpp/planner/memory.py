@@ -2,7 +2,7 @@
 
 PaRO (arXiv 2310.06003, section 3) counts 2P / D(p) + 2Pt / D(g) + 12Pt / D(os) bytes for P parameters, Pt of them
 trained, and D(x) shards of state x. Here, parameters have no 16-bit copy beside the fp32 shard if their scope is the
-optimizer state's; gradients of several micro-batches accumulate in fp32; weights are kept encoded if codecs are used.
+optimizer state's; gradients of several micro-batches accumulate in fp32; codecs encode secondary shards and bases.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def shard_payload(numel: int, strategy: ResolvedStrategy, precision: Precision) 
 def _gathers(numel: int, trainable: bool, strategy: ResolvedStrategy, precision: Precision, repeats: int) -> Volume:
     """Count all gathers of a flat group in a step (PaRO, appendix; ZeRO++'s hpZ, arXiv 2306.10209, for I over G).
 
-    ``repeats`` is the number of gathers in a step of weights that are not kept. Trainable weights that are kept, on the
-    rank (N) or as the node's secondary shard (I over G), are gathered once a step; kept frozen weights never again.
+    ``repeats`` is how often a step gathers weights that are not kept. Weights that are kept, on the rank (N) or, for
+    the hop between nodes, as the node's secondary shard (I over G), are gathered once a step; frozen ones, never again.
     """
     parameters, _, optimizer = strategy.scopes
     nodes, gpus = strategy.topology.nodes, strategy.topology.gpus_per_node

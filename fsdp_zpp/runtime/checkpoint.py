@@ -63,7 +63,7 @@ class LoadedState:
 
     @torch.compiler.disable  # it runs once
     def verify_or_drop(self, *forward: object) -> None:
-        """Drop the state unless every rank has the weights that it was saved with. Collective."""
+        """Drop the state unless it matches the weights of all ranks. Collective."""
         self.forget()
         differs = not all(self._is_of_same(unit) for unit in self.saved_with if _fragment_of(unit) is None)
         local = [unit for unit in self.saved_with if _fragment_of(unit) is not None]
@@ -213,7 +213,7 @@ class RankState:
             raise ValueError(
                 f"the checkpoint has no codec state for {missing}; wrap the model as it was wrapped when it was saved"
             )
-        # Read all parts before the first is loaded, so that a damaged part leaves the model as it is.
+        # Read all parts before the first is loaded: a part that can't be read then leaves this rank's state as it is.
         loaded = {name: torch.load(io.BytesIO(state[self._prefix + name]), weights_only=True) for name in self._parts}
         self._forget_loaded()
         for name, part in self._parts.items():

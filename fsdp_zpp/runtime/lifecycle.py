@@ -380,7 +380,7 @@ def _optimizer_given(optimizer: Optimizer, *args: object, **kwargs: object) -> N
             _call_after(type(optimizer), mode, hook)
 
 
-# Added at import, since optimizers are constructed before a model's first forward, from which on it is watched.
+# Added at import: a model is watched from its first forward on, and optimizers are constructed before that.
 _call_after(Optimizer, "add_param_group", _optimizer_given)
 _call_after(Optimizer, "load_state_dict", _state_loaded)
 

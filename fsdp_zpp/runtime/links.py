@@ -39,7 +39,7 @@ class GpuReport:
 
 
 def nvml_report(uuid: str) -> GpuReport | None:
-    """Return NVML's report on the GPU or MIG instance ``uuid``, which has no prefix; None if NVML can't tell."""
+    """Return NVML's report on the GPU or MIG instance ``uuid``, without "GPU-" or "MIG-"; None if NVML can't tell."""
     try:
         nvml = importlib.import_module("pynvml")
     except ModuleNotFoundError:
