@@ -2,6 +2,6 @@
 
     results ── contenders ── run
 
-The presets and the tolerance for ties are the planner's. ``benchmarks/step`` measures with these modules, so its
-figures mean the same as this command's.
+The command has the planner's presets and its tolerance for ties. ``benchmarks/step`` measures with these modules, too,
+so its figures compare with this command's.
 """

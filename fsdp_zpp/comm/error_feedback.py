@@ -19,7 +19,7 @@ from .flat_layout import Extent, FlatLayout, Piece
 
 # ---- held errors
 #
-# Errors of one hop in one tensor. They follow their parameters when the layout of the gradient changes.
+# The errors of one hop, in one tensor. When the gradient's layout changes, errors move with their parameters.
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class HeldErrors:
     def in_extent(self, extent: Extent) -> HeldErrors:
         """Return the errors for another gradient; errors of parameters that it lacks are parked for a later one."""
         old, new = self.extent.layout, extent.layout
-        # Errors start from zero if a layout is unknown, or if only one of the extents has whole chunks. If neither has,
-        # a new layout may give this rank values that another rank sent before: their errors start from zero, too.
+        # Errors start from zero if a layout is unknown, or if only one of the extents has whole chunks. If neither has
+        # whole chunks, errors of values that another rank has sent so far start from zero on this rank, too.
         if old is None or new is None or self.extent.is_whole != extent.is_whole:
             return HeldErrors.zeros(extent, self.codec, self.state.device)
-        # The last hop may have written these errors in another stream, and their memory is freed now.
+        # The last hop may have written these errors on another stream. Their memory is freed after the reads below.
         for made in (self.state, *self.parked.values()):
             if made.is_cuda:
                 made.record_stream(torch.cuda.current_stream(made.device))
@@ -87,17 +87,17 @@ class HeldErrors:
         return HeldErrors(self.state.to(device), self.extent, parked, self.codec)
 
     def decay(self, factor: float) -> None:
-        """Multiply the errors of the present extent by ``factor``, in place; parked errors stay."""
+        """Multiply the errors of the present extent by ``factor``, in place; parked errors do not decay."""
         if self.codec is None:
             self.state.mul_(factor)
             return
         scales = self.codec.scales(self.state, self.extent.numel)
-        # Scales keep as few bits as kernels give them, so that decoding stays exact ([Note: Exact products] in
+        # Clear the low bits of scales, as kernels do, so that decoding stays exact ([Note: Exact products] in
         # reference.py).
         scales.copy_(((scales * factor).view(torch.int32) & SCALE_MASK).view(torch.float32))
 
     def put_back(self, where: Tensor, before: Tensor) -> None:
-        """Restore the errors of the state ``before`` in the places ``where``, bool [chunks * numel], in place."""
+        """Restore errors from the state ``before`` where ``where``, bool [chunks * numel], is True, in place."""
         if self.codec is None:
             torch.where(where, before, self.state, out=self.state)
             return
@@ -105,9 +105,9 @@ class HeldErrors:
         earlier = self._decoded(before, chunks, numel)
         values = torch.where(where, earlier, self.values())
         self.state.copy_(self._encoded(values, chunks))
-        # A block may also hold errors of other parameters, which change its scale in every step. Each new scale would
-        # round the restored errors again. So the block keeps its old scale, under which they are exact, and doubles it
-        # only as often as the other errors need.
+        # A block may also hold errors of other parameters, which change the block's scale in every step. Each new scale
+        # would round the restored errors again. So the block keeps its old scale, under which the restored errors are
+        # exact. This scale is doubled only as often as the other errors need.
         layout = self.codec.layout
         blocks = [self._in_blocks(each, layout.block) for each in (values, where & (earlier != 0))]
         scales, was = layout.scales(self.state, numel), layout.scales(before, numel)
@@ -125,20 +125,20 @@ class HeldErrors:
 # ---- error buffer
 #
 # [Note: Error feedback]
-# The sender of a gradient g first adds the error e that its compression has left out so far: it sends ``Q(h)``, where
-# ``h = g + e``, and ``e = beta*e + (1-beta)*(h - deq(Q(h)))`` is kept (LoCo, arXiv 2407.04480; ``beta`` weighs
-# the old error here, so 0 is classical error feedback). Since ``deq(Q(h)) = g - (e_new - e_old) / (1-beta)``, the sum
-# of all that was sent differs from the sum of the gradients by the last error alone: nothing builds up, however coarse
-# the codec is. A block of ``h`` that is not finite is sent as it is, and its errors stay: NaN would never leave them.
+# The sender of a gradient ``g`` keeps an error ``e``, which compression has left out of earlier gradients. It sends
+# ``Q(h)``, where ``h = g + e``, and sets ``e = beta*e + (1-beta)*(h - deq(Q(h)))`` (LoCo, arXiv 2407.04480). Here,
+# ``beta`` weighs the old error, so 0 is classical error feedback. Since ``deq(Q(h)) = g - (e_new - e_old) / (1-beta)``,
+# the sum of all sent values differs from the sum of all gradients only by the last error over ``1-beta``: errors do not
+# build up. If a block of ``h`` is not finite, it keeps its old errors, since a NaN would stay in them forever.
 #
-# A parameter that a step does not use has zeros in place of a gradient. Its errors must wait: an optimizer must not
-# move an unused head by errors of earlier steps. So a rank that has not used a parameter in the step sends zeros
-# wherever the parameter's values at the hop are zero, and leaves the errors there unchanged. After the first hop, the
-# values are sums, which are not zero if another rank has used the parameter. Payload sizes do not depend on use, so
-# each rank may leave other parameters unused.
+# If a step does not use a parameter, such as an unused head, the gradient there is zero. An optimizer must not move the
+# parameter by errors of earlier steps. So a rank that has not used a parameter in the step sends zeros wherever the
+# parameter's values at the hop are zero, and leaves the errors there unchanged. After the first hop, the values are
+# sums over ranks, which are not zero if another rank has used the parameter. Payload sizes do not depend on use, so
+# ranks may differ in the parameters that they use.
 #
-# Errors may decay: ``decay * e`` then takes the place of ``e`` in both formulas. With beta 0 this is the error feedback
-# of SparseLoCo (arXiv 2508.15706, algorithm 1), whose error is a momentum minus everything that was sent.
+# Errors may decay: ``decay * e`` then replaces ``e`` in both formulas. With beta 0 this is the error feedback of
+# SparseLoCo (arXiv 2508.15706, algorithm 1): its error is a momentum of gradients, minus all sent values.
 
 
 class ErrorBufferState(TypedDict):
@@ -157,7 +157,7 @@ class ErrorBufferState(TypedDict):
 
 
 class Spared(NamedTuple):
-    """``marks``, bool [chunks * numel]: errors to keep where zeros are sent; ``state``: all errors before decay."""
+    """``marks``, bool [chunks * numel], is True in unused parameters; ``state`` has all errors before decay."""
 
     marks: Tensor
     state: Tensor
@@ -166,7 +166,7 @@ class Spared(NamedTuple):
 class ErrorBuffer:
     """This rank's errors on one hop; ``codec`` encodes them between reductions, None keeps them in fp32.
 
-    ``spared`` are errors that the next encoding leaves unchanged; None if the rank has used all parameters.
+    ``spared`` has the errors of parameters that this rank has not used in the step; None if it has used all.
     """
 
     def __init__(self, beta: float, codec: Int8 | None, decay: float = 1.0) -> None:
@@ -187,7 +187,7 @@ class ErrorBuffer:
         return 0 if self._codec is None else self._codec.block
 
     def prepare(self, extent: Extent, device: torch.device, idle: Collection[str] = ()) -> ErrorBuffer:
-        """Fit the errors to ``extent`` and decay them, before each encoding; return the buffer.
+        """Fit the errors to ``extent`` and decay them; return this buffer. Call it before each encoding.
 
         Parameters without errors start from zero; errors of parameters that ``extent`` lacks do not decay. ``idle`` are
         the parameters that this rank has not used.
@@ -229,7 +229,7 @@ class ErrorBuffer:
     # ---- in checkpoints
 
     def state_dict(self) -> ErrorBufferState | None:
-        """Return the errors, on the CPU, and their form; None if there are none."""
+        """Return the errors, on the CPU, and their layout; None if there are no errors."""
         held = self._errors
         if held is None:
             return None
@@ -290,7 +290,7 @@ def _encode_sparing(codec: Codec, values: Tensor, rows: int, cols: int, errors: 
     errors.spared = None
     chunks = values.view(rows, cols, -1).transpose(0, 1)  # in the order of the errors
     idle = spared.marks.view_as(chunks) & (chunks == 0)
-    # Use the negated errors as values: the sums to send are zero. Zeroing the errors would round their blocks again.
+    # Negated errors as values make the sums to send zero. Setting errors to zero would round their blocks again.
     opposed = torch.where(idle, errors.read().view_as(chunks).neg(), chunks)
     payload = encode_with_feedback(codec, opposed.transpose(0, 1).reshape(-1), rows, cols, errors)
     errors.put_back(idle.reshape(-1), spared.state)
@@ -316,14 +316,14 @@ def decode_sum_encode_with_feedback(
 # Error state of one unit: its errors, and when they are reset.
 #
 # [Note: The lifetime of errors]
-# Errors change with the optimizer's steps: a reduction updates them, and all buffers are reset together, every
-# ``reset_every`` steps. Micro-batches do not count, because the hop that compresses sends their sum (resolve_scopes in
-# strategy.py lowers the gradient scope for that). If each micro-batch synchronizes, each reduction starts from the
+# Each reduction updates the errors, and all buffers are reset together, every ``reset_every`` optimizer steps.
+# Micro-batches do not count as steps, because the hop that compresses sends their sum (resolve_scopes in strategy.py
+# lowers the gradient scope for that). If each micro-batch synchronizes, each reduction starts from the
 # errors of the previous one. An optimizer that does not derive from torch's announces no steps; until a step is
 # announced, every reduction counts as a step.
 #
-# A gradient scaler would change the scale of errors from step to step. When it skips a step after an overflow, the
-# errors that were fed back in that step are lost. So a scaler's steps are refused (runtime/lifecycle.py).
+# A gradient scaler changes the scale of gradients, which earlier errors would not follow. When it skips a step after an
+# overflow, the errors that were fed back in that step are lost. So runtime/lifecycle.py refuses a scaler's steps.
 
 
 class SavedErrors(TypedDict):

@@ -29,7 +29,7 @@ from fsdp_zpp.strategy.error_feedback import Topology
 
 def accelerator() -> torch.device | None:
     """Return the kind of accelerator that this machine has; None if it computes on the CPU."""
-    # A CUDA build of torch often runs on machines without a GPU, where it still names CUDA unless it checks.
+    # On a machine without a GPU, a CUDA build of torch names CUDA unless it checks what is available.
     return torch.accelerator.current_accelerator(check_available=True)
 
 
@@ -54,7 +54,7 @@ def for_collectives(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def compute_device(group: dist.ProcessGroup | None, device: torch.device | str | int | None) -> torch.device | None:
-    """Return the device for a frozen base's codes: ``device`` if given. A result of None means the weights' device."""
+    """Return the device for a frozen base's codes: ``device`` if given; None for the weights' device."""
     kind = accelerator()
     if isinstance(device, int):
         return torch.device("cpu" if kind is None else kind.type, device)
@@ -80,7 +80,7 @@ def _runs(numbers: Collection[int]) -> str:
 
 # ---- launcher
 #
-# The launcher states the node size in the environment: torchrun does, and Slurm's srun if it starts the ranks itself.
+# torchrun sets the node size in the environment, and so does Slurm's srun if it starts the ranks itself.
 #
 # srun sets ``SLURM_STEP_TASKS_PER_NODE`` for every task. ``SLURM_NTASKS_PER_NODE`` is not used: it is set only if
 # ``--ntasks-per-node`` was given, and may describe the job instead of this step.
@@ -99,7 +99,7 @@ def launched_on_each_node() -> int:
 
     Raises:
         ValueError: If the launcher gives no valid number, if nodes are of different sizes, or if srun has not put
-            consecutive ranks on a node. Some ranks may raise it alone.
+            consecutive ranks on a node. Some ranks may raise while others do not.
     """
     if "LOCAL_WORLD_SIZE" in os.environ:
         return _by_torchrun()
@@ -120,7 +120,7 @@ def launched_on_each_node() -> int:
 
 
 def launcher_variables() -> str:
-    """Return the launcher's variables as text; ranks compare it if the variables do not give a group's layout."""
+    """Return the launcher's variables as text, for ranks to compare if it gives no layout of a group."""
     tasks = _tasks_on_each_node()
     if "LOCAL_WORLD_SIZE" in os.environ or not tasks:
         return f"LOCAL_WORLD_SIZE={os.environ.get('LOCAL_WORLD_SIZE')}"
@@ -131,7 +131,7 @@ def launcher_variables() -> str:
 def _by_torchrun() -> int:
     local_world, nodes = _positive("LOCAL_WORLD_SIZE"), _positive("GROUP_WORLD_SIZE")
     if nodes and nodes * local_world != dist.get_world_size():
-        # A rank knows only its own node's size. If sizes differ, few nodes have the average size, so most ranks raise.
+        # A rank knows only its own node's size. If sizes differ, all ranks raise but those on nodes of average size.
         raise _unequal(nodes, local_world)
     return local_world
 
@@ -175,26 +175,25 @@ def _place_on_nodes() -> str:
 
 # ---- group names
 #
-# Private functions of torch: the one that names process groups, and those that clear caches of these names.
+# Private functions of torch: one names process groups, the others clear caches that refer to groups by name.
 #
 # [Note: Names of groups]
-# Members that make a group among themselves meet in the job's store under the group's name. torch derives this name
-# from a count of groups that each member keeps. In torch 2.11 to 2.13 a member counts the groups that it has been in:
-# members whose counts differ (after one more group that only some are in, such as a pipeline's first and last stage)
-# wait for each other forever. From 2.14 on a member counts the groups that it has made: if only some ranks have made a
-# group, all ranks hang when they make the next one together. So this library names a group by its ranks and by the
-# number of earlier groups of exactly these ranks in the job. All members have made these earlier groups, so
-# they agree on the number without communication. Each new group gets a new number, so it does not read keys that an
-# older group of the same ranks has left in the store.
+# If the members of a group make it without other ranks, they meet in the job's store under the group's name. torch
+# derives this name from a count that each rank keeps. In torch 2.11 to 2.13 a rank counts the groups that it has been
+# in. If some members have been in one more group, such as that of a pipeline's first and last stage, the names differ,
+# and members wait for each other forever. From 2.14 on a rank counts the groups that it has made: if only some ranks
+# have made a group, all ranks hang when they make the next one together. So this library names a group by its ranks and
+# by the number of earlier groups of exactly these ranks. All members have made those groups, so they agree on the
+# number without communication. No two groups of the same ranks share a number, so none reads another's keys.
 #
-# A DeviceMesh refers to its groups only by name, but two meshes are equal if their ranks are. torch caches the results
-# of operations on DTensors, meshes included, and looks them up by equality. So a model may compute with an earlier
-# model's mesh, whose groups are gone, above all if a process destroys the default group and makes another one. The
-# numbers then begin again at 0: groups that are made in the same order get the same names, and meshes in old state
-# dicts find them. Groups that are made in another order get other names, and a cached mesh does not find them. So the
+# A DeviceMesh refers to its groups only by name, but meshes of equal ranks compare equal. torch caches results of
+# operations on DTensors, including their meshes, and looks them up by equality. So a model may compute with an earlier
+# model's mesh, whose groups are gone. This happens above all if a process destroys the default group and makes another.
+# The numbers then begin again at 0. If groups are made in the same order as before, they get the same names, and
+# meshes in old state dicts find them. In another order they get other names, and a cached mesh finds no group. So the
 # caches are cleared when the first unit over a group is made, and when groups are destroyed.
 
-# For each default group, the number of groups made so far of the same ranks.
+# For each default group, the number of groups that were made so far of each list of ranks.
 _made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
@@ -235,8 +234,8 @@ def forget_equal_meshes() -> None:
 
 
 def _free_ended_groups() -> None:
-    """Remove ended groups from all meshes: a group that a mesh still refers to keeps its threads."""
-    # Up to torch 2.12, the cache in C++ keeps its meshes alive even when it is cleared.
+    """Remove destroyed groups from all meshes, since a group keeps its threads while a mesh refers to it."""
+    # Up to torch 2.12, the cache in C++ keeps its meshes alive even after it was cleared.
     for mesh in gc.get_objects():
         if type(mesh) is DeviceMesh:
             groups: dict[str, dist.ProcessGroup] = getattr(mesh, "_pg_registry", {})
@@ -268,7 +267,7 @@ class ProcessMesh:
         return ProcessMesh(Topology(gpus, gpus), self.rank % gpus, self.intra, None, self.intra)
 
     def is_within(self, ranks: Collection[int]) -> bool:
-        """Return whether all ranks of this mesh are among these ranks of the job."""
+        """Return whether all ranks of this mesh are among ``ranks``, which are global."""
         if self.group is None:
             return dist.get_rank() in ranks
         try:
@@ -277,21 +276,21 @@ class ProcessMesh:
             return False
 
     def across_nodes(self) -> ProcessMesh:
-        """Return the ranks with this local index as a mesh whose nodes have one rank."""
+        """Return a mesh of the ranks that have this rank's index on their nodes; each counts as a node."""
         nodes, gpus = self.topology.nodes, self.topology.gpus_per_node
         return ProcessMesh(Topology(nodes, 1), self.rank // gpus, None, self.inter, self.inter)
 
 
 _Subgroup = dist.ProcessGroup | Literal["whole"] | None
-"""A hop's group; ``whole`` stands for the parent group, since a reference here would keep that alive."""
+"""A hop's group; ``whole`` stands for the parent group, since a reference to the parent would keep it alive."""
 # A group's subgroups are made once, however many layers ask for them.
 _own_ranks: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[_Subgroup, _Subgroup]]] = WeakKeyDictionary()
-# For each default group, parent groups and their subgroups: torch keeps a group until it is destroyed explicitly.
+# For each default group, parents and the subgroups to destroy after them: torch destroys no group of its own accord.
 _made_of: WeakKeyDictionary[dist.ProcessGroup, list[tuple[ref[dist.ProcessGroup], dist.ProcessGroup]]]
 _made_of = WeakKeyDictionary()
-# Layouts by the launcher's node size: looking at all ranks of a group takes too long to repeat for every unit.
+# Each group's layouts by the launcher's node size: they depend on all ranks, too many to look at for every unit.
 _layouts: WeakKeyDictionary[dist.ProcessGroup, dict[int, Topology]] = WeakKeyDictionary()
 
 
@@ -303,13 +302,13 @@ def process_mesh(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> 
         gpus_per_node: Consecutive ranks of ``group`` that share a node; None takes it from the launcher.
 
     Raises:
-        ValueError: If the layout is not possible, before any communication. Some ranks may raise it alone.
+        ValueError: If the layout is not possible. Some ranks may raise, before any communication, and others not.
     """
     return mesh_on(group, topology_of(group, gpus_per_node))
 
 
 def mesh_on(group: dist.ProcessGroup, topology: Topology, *, by_links: bool = False) -> ProcessMesh:
-    """Return the mesh of ranks whose layout is known, as :func:`process_mesh` does; see :class:`ProcessMesh`."""
+    """Return the mesh of ``group`` with this layout, as :func:`process_mesh` does; see :class:`ProcessMesh`."""
     if group not in _subgroups:
         forget_equal_meshes()  # see [Note: Names of groups]
     hops = _subgroups.setdefault(group, {})
@@ -324,12 +323,12 @@ def mesh_on(group: dist.ProcessGroup, topology: Topology, *, by_links: bool = Fa
 
 
 def as_launched(mesh: ProcessMesh) -> ProcessMesh:
-    """Return the mesh with the launcher's nodes, if links have decided on others. See [Note: Links] in strategy.py."""
+    """Return ``mesh``, with the launcher's nodes if links determine its own. See [Note: Links] in strategy.py."""
     return process_mesh(mesh.group) if mesh.by_links and mesh.group is not None else mesh
 
 
 def own_rank() -> dist.ProcessGroup:
-    """Return this rank as a group of its own, made at the first call."""
+    """Return a group of this rank alone, made at the first call."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _own_ranks:
@@ -360,7 +359,7 @@ def topology_of(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> T
 
 
 def ranks_on_each_node(nodes: Sequence[int]) -> int | None:
-    """Return the number of ranks a node, given each rank's node; None if numbers differ or nodes alternate."""
+    """Return the number of ranks per node, given each rank's node; None if it differs or nodes are out of order."""
     sizes = set(Counter(nodes).values())
     return sizes.pop() if len(sizes) == 1 and list(nodes) == sorted(nodes) else None
 
@@ -376,7 +375,7 @@ def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def with_own_hop(mesh: ProcessMesh) -> ProcessMesh:
-    """Return ``mesh``, with a twin as the inter-node hop if that is ``mesh.group``. Collective at the first call."""
+    """Return ``mesh``, but with a twin for an inter-node hop that is ``mesh.group``. Collective at the first call."""
     # An exchange over the twin leaves ``mesh.group`` free, so ranks can compare arguments over it meanwhile.
     return replace(mesh, inter=twin_of(mesh.group)) if mesh.group and mesh.group is mesh.inter else mesh
 
@@ -431,8 +430,8 @@ def _remember(parent: dist.ProcessGroup, *subgroups: _Subgroup) -> None:
 
 
 def _destroy_orphans() -> None:
-    # A finalizer of the parent group would not do: finalizers run at different times on each rank, and NCCL destroys a
-    # communicator on all of its ranks together.
+    # A finalizer of the parent group can't do this: finalizers run at different times on each rank, but all ranks of an
+    # NCCL communicator must destroy it together.
     world = dist.group.WORLD
     assert world is not None
     remembered = _made_of.get(world, [])
@@ -452,7 +451,7 @@ def _is_registered(group: dist.ProcessGroup | None) -> bool:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Return the timeout of ``group``'s collectives, which its hops take over; None if its backend has none."""
+    """Return the timeout of ``group``'s collectives, for its subgroups; None if its backend has none."""
     device = torch.device("cuda") if "nccl" in dist.get_backend(group) else torch.device("cpu")
     try:
         return group._get_backend(device).options._timeout

@@ -47,7 +47,7 @@ from fsdp_zpp.runtime._torch_rank_layout import mesh_over
 def sharding_over(
     module: FullyShardedDataParallel, strategy: Hashable, group: dist.ProcessGroup, *, sharded: bool
 ) -> Iterator[None]:
-    """While FSDP constructs ``module`` with ``strategy``, have it shard over ``group``, or not at all.
+    """While FSDP constructs ``module`` with ``strategy``, have it shard over ``group`` if ``sharded``, else not at all.
 
     If ``group`` is only a part of the user's group, FSDP still broadcasts the initial module states over the user's
     group. All other communication goes over ``group``.
@@ -65,7 +65,7 @@ def sharding_over(
             users_group = state.process_group
             if group is not users_group:
                 state.process_group, state.rank, state.world_size = group, group.rank(), group.size()
-                # A strategy reduces without these factors. For a rank that is alone, torch must not divide either.
+                # A strategy reduces without these factors. On a rank that is alone, torch must not divide by them.
                 state._gradient_predivide_factor, state._gradient_postdivide_factor = 1, 1
         return state
 
@@ -74,7 +74,7 @@ def sharding_over(
         synchronize(module, params, users_group)
 
     def init_own_handle(state: FullyShardedDataParallel, *args: Any) -> None:
-        # Set the entry only here: nested instances use the same key before, and overrides may shard them differently.
+        # Set the entry only now: FSDP has made nested instances under the same key, maybe sharded in another way.
         if state is module:
             strategies[strategy] = HandleShardingStrategy.FULL_SHARD if sharded else HandleShardingStrategy.NO_SHARD
         init_handle(state, *args)
@@ -90,7 +90,7 @@ def sharding_over(
         _init_utils._sync_module_params_and_buffers = synchronize
     users_mesh = module._device_mesh
     if users_mesh is not None and group is not users_group:
-        # Set it after construction: FSDP's constructor takes any mesh but its argument for a part of a larger mesh.
+        # Set it after construction: FSDP's constructor mistakes any mesh but its argument for part of a larger one.
         module._device_mesh = mesh_over(group, users_mesh)
     if not sharded:
         module.sharding_strategy = ShardingStrategy.NO_SHARD  # torch's state dicts read this
@@ -102,9 +102,9 @@ def frozen_apart(
 ) -> Iterator[None]:
     """While FSDP constructs ``module``, move its frozen parameters to an inner instance if it also has trainable ones.
 
-    ``wrap(ignored)`` makes this instance around the wrapped module; it has all parameters but the ignored ones.
+    ``wrap(ignored)`` makes the inner instance, around the wrapped module, with all parameters but the ignored ones.
     """
-    # In one flat parameter with trainable ones, FSDP would allocate and reduce gradients of frozen parameters.
+    # If frozen and trainable parameters shared a flat parameter, FSDP would allocate and reduce gradients for both.
     init_handle = _init_utils._init_param_handle_from_params
     frozen_unit: FullyShardedDataParallel | None = None
 
@@ -155,7 +155,7 @@ def intercept_construction(
 ) -> None:
     """From now on, call ``around(construct, module, arguments)`` in place of FSDP's constructor.
 
-    ``construct()`` runs FSDP's constructor with ``arguments``. ``around`` may change them first.
+    ``construct()`` runs FSDP's constructor with ``arguments``. ``around`` may change the arguments first.
     """
     original = FullyShardedDataParallel.__init__
     signature = inspect.signature(original)
@@ -176,7 +176,7 @@ def intercept_construction(
 def intercept_hook_registration(
     before: Callable[[FullyShardedDataParallel, object], dict[FullyShardedDataParallel, object]],
 ) -> None:
-    """Call ``before(model, state)`` before each ``register_comm_hook``, and give instances the states it returns."""
+    """Call ``before(model, state)`` before each ``register_comm_hook``; then give instances the states it returns."""
     original = FullyShardedDataParallel.register_comm_hook
 
     @functools.wraps(original)
@@ -190,7 +190,7 @@ def intercept_hook_registration(
 
 
 def on_lazy_init(callback: Callable[[nn.Module], None]) -> None:
-    """Run ``callback(root)`` once for each root, when FSDP initializes it lazily."""
+    """Run ``callback(root)`` once for each root, during FSDP's lazy initialization of the root."""
     original = runtime._share_state_and_init_handle_attrs
 
     @functools.wraps(original)
@@ -234,8 +234,8 @@ def save_optimizer_states_in_any_group() -> None:
 
 
 def load_optimizer_states_over(ranks_of: Callable[[nn.Module], dist.ProcessGroup | None]) -> None:
-    """Make FSDP send optimizer states that only rank 0 has loaded over ``ranks_of(model)``; None keeps FSDP's group."""
-    # FSDP sends them over the group that it shards over. If a model is sharded inside nodes, that is one node.
+    """If only rank 0 loads optimizer states, have FSDP send them over ``ranks_of(model)``; None keeps FSDP's group."""
+    # FSDP sends them over the group of the shards. If a model is sharded inside nodes, this group is one node.
     original = FullyShardedDataParallel._optim_state_dict_to_load_impl
     signature = inspect.signature(original)
 
@@ -347,13 +347,13 @@ def _layout(flat_param: FlatParameter, numel: int, trained: tuple[bool, ...]) ->
 
 # ---- views
 #
-# torch makes new views of a unit's parameters at each unshard and reshard, four times a step, which takes a fifth of
-# FSDP's time in Python. Nearly always, they equal the old views. Here, the views of the shard are made once, and the
-# views of gathered weights once a forward. Modules switch between the two until their memory is moved or replaced.
+# At each unshard and reshard, four times a step, torch makes new views of a unit's parameters. This takes a fifth of
+# FSDP's time in Python, and the new views nearly always equal the old ones. Here, views of the shard are made once, and
+# views of gathered weights once a forward. Modules switch between these until the parameters are moved or replaced.
 
 
 class ShardViews(NamedTuple):
-    """A unit's parameters as views of its shard, which torch has just made; empty without a shard on this rank."""
+    """The views of a unit's shard that torch has made for its parameters; those with no part on this rank are empty."""
 
     sites: list[tuple[nn.Module, str]]
     parameters: list[nn.Parameter]
@@ -363,7 +363,7 @@ class ShardViews(NamedTuple):
 
 
 class ParameterViews:
-    """Shows views on modules in place of a unit's parameters, in fewer steps than torch.
+    """Makes modules *show* views, as attributes in place of a unit's parameters, in fewer steps than torch.
 
     ``are_direct`` says that writing to the dictionaries of modules does all that ``setattr`` would do.
     """
@@ -415,7 +415,7 @@ class ParameterViews:
             self._of_shard = ShardViews(sites, parameters, self._memory(parameters), shapes)
 
     def are_written_back(self) -> bool:
-        """Return whether parameters still are views of the shard and have no gradients, so that no writeback is due."""
+        """Return whether no writeback is due: parameters still are views of the shard, and have no gradients."""
         flat_param, views = self._handle.flat_param, self._of_shard
         if views is None or flat_param.data_ptr() != views.memory[0]:
             return False
@@ -426,7 +426,7 @@ class ParameterViews:
         gradients = [parameter.grad for parameter in (flat_param, *views.parameters)]
         return all(map(operator.is_, gradients, repeat(None)))
 
-    # ---- while it is unsharded, modules show views of what was gathered
+    # ---- while the unit is unsharded, modules show views of the gathered memory
 
     def show_forward_views(self) -> bool:
         """Have modules show the views that the forward saved, if they are valid; return whether they do."""
@@ -518,7 +518,7 @@ class HandleGradients(StepGradients):
 
     @property
     def is_of_micro_batch(self) -> bool:
-        """Return whether ranks have gathered the weights for this micro-batch, even unused; equal on all ranks."""
+        """Return whether ranks have gathered the weights for this micro-batch, used or not; equal on all ranks."""
         is_gathered = self.was_gathered or (self.keeps_unsharded and not FlatParamHandle.needs_unshard(self.handle))
         return is_gathered and self.reduces_early and self.handle.flat_param.requires_grad
 
@@ -537,17 +537,17 @@ class HandleGradients(StepGradients):
     # ---- which parameters are used
 
     def watch_use(self) -> None:
-        """In the next backward, record which of the views that modules show now get a gradient."""
+        """Record which of the views that modules show now get a gradient in the next backward."""
         # A flat gradient does not show this: it has zeros for an unused parameter.
         flat_param = self.handle.flat_param
         name, module, _ = flat_param._param_infos[0]
         node = getattr(module, name).grad_fn
         if node is None:  # frozen
             return
-        # All views come from one split of the flat parameter: the last autograd node before AccumulateGrad.
+        # One split of the flat parameter makes all views; its autograd node is the last before AccumulateGrad.
         while (before := node.next_functions[0][0]).next_functions:
             node = before
-        # This object refers to the views, and they to the node, so the node must not refer to this object.
+        # This object refers to the views, and these to the node: a node that refers to this object closes a cycle.
         node.register_prehook(functools.partial(_note_use, self.used, flat_param._is_padding_mask))
 
     # ---- before the last micro-batch
@@ -557,12 +557,12 @@ class HandleGradients(StepGradients):
         instance, flat_param = self.instance, self.handle.flat_param
         self._keep_reduced_gradient()
         unsharded, flat_param.grad = flat_param.grad, None
-        # FSDP would take these gradients for ones that a user has set, and copy them without a wait for the reduction.
-        # Optimizers in the backward must not see them either.
+        # FSDP would take gradients that stay here for the user's, and copy them without waiting for the reduction.
+        # Optimizers that step in the backward must not see them either.
         for param in (*(flat_param._params or ()), *(flat_param._shared_params or ())):
             param.grad = None
         self.took_part = True
-        # Even without a gradient: at the end of the step, torch gives the sum to optimizers only if this flag is set.
+        # Set this even without a gradient: at the end of the step, torch gives optimizers the sum only if it is set.
         self._set_post_backward_called(True)
         stream = instance._post_backward_stream
         stream.wait_stream(instance._device_handle.current_stream())
@@ -578,7 +578,7 @@ class HandleGradients(StepGradients):
 
     def _keep_reduced_gradient(self) -> None:
         """Have FSDP keep the reduced gradient of an earlier backward of the step, and add to it."""
-        # If the unit is not idle, FSDP has done this before its backward in this micro-batch.
+        # If the unit is not idle, FSDP has done this before the unit's backward.
         if self.handle._training_state == HandleTrainingState.IDLE:
             self.handle.prepare_gradient_for_backward()
 
@@ -604,8 +604,8 @@ class HandleGradients(StepGradients):
         finish = self.reductions.current.start(gradient, out_or_gradient, 1.0, layout, idle=idle)
         finish()
         if out is None:
-            # FSDP adds the next gradient to this tensor, and the sum is encoded. An overflow spoils whole blocks, gaps
-            # included, and zero_grad(set_to_none=False) does not reach the gaps.
+            # FSDP adds the next gradient to this tensor, and the sum is encoded. An overflow makes whole blocks NaN,
+            # gaps included, and zero_grad(set_to_none=False) would leave the NaN in the gaps.
             for start, stop in self.layout.trained(gradient.shape[0]).gaps:
                 gradient[start:stop].zero_()
 
@@ -656,7 +656,7 @@ class HandleGradients(StepGradients):
             return
         self.reductions.current.accumulated.drop()
         handle, flat_param = self.handle, self.handle.flat_param
-        # The reduced gradient of an earlier backward of the step stays: FSDP drops it only if this flag is not set.
+        # Keep the reduced gradient of an earlier backward of the step: FSDP drops it if this flag is not set.
         has_gradient = hasattr(flat_param, "_saved_grad_shard")
         self._set_post_backward_called(has_gradient)
         if has_gradient and handle._use_orig_params:
@@ -678,7 +678,7 @@ def _note_use(used: set[int], is_padding: Sequence[bool], gradients: tuple[Tenso
 
 
 def shard_gradients_in_constant_time() -> None:
-    """Compute the size of a gradient's shard; torch makes a view for every rank to find it."""
+    """Compute the size of a gradient's shard directly, where torch makes a view for every rank to find the size."""
     # On a thousand ranks, making the views takes longer than the rest of a unit's backward.
     original = runtime._get_reduce_scatter_tensors
 

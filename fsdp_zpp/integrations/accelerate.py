@@ -160,7 +160,7 @@ def shard(
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         _compile_layers(model, accelerator.state.dynamo_plugin)
     if accelerator.mixed_precision != "no" and trained:
-        # As accelerate does; mixed precision casts them for the computation.
+        # accelerate does this, too: mixed precision casts parameters for the computation.
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(torch.float32)
@@ -220,7 +220,7 @@ def _arguments(plugin: FullyShardedDataParallelPlugin, model: nn.Module, acceler
 
 
 def _units(model: nn.Module, plugin: FullyShardedDataParallelPlugin, strategy: Strategy) -> list[nn.Module]:
-    """Return the modules that become units, bottom-up; without the model, which becomes one, too."""
+    """Return the modules that become units besides the model itself, bottom-up."""
     numels = [sum(p.numel() for p in model.parameters() if p.requires_grad == trained) for trained in (True, False)]
     if strategy.frozen is not None and numels[0] < numels[1]:
         return []
@@ -249,7 +249,7 @@ def _following(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[No
         )
     if any(id(parameter) not in names for group in groups for parameter in group["params"]):
         raise ValueError("the optimizer has a parameter that is not the model's: prepare both of them together")
-    for group in groups:  # names stand in meanwhile, so that optimizers don't keep full parameters alive
+    for group in groups:  # hold names meanwhile, so that optimizers don't keep full parameters alive
         group["params"] = [names[id(parameter)] for parameter in group["params"]]
     yield
     sharded = dict(model.named_parameters())
@@ -262,8 +262,8 @@ def _following(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[No
 # ``save_state`` and ``load_state`` of several models and optimizers.
 #
 # accelerate saves its optimizer number i with its model number i. But models that are only evaluated have no optimizer,
-# and others have several. So during a save or a load, accelerate's list of models starts with the trained ones, and its
-# list of optimizers has one entry for each: the optimizer, or a tuple of several, which torch's state dicts accept.
+# and others have several. So during a save or a load, accelerate's list of models starts with the trained models. Its
+# list of optimizers has an entry for each trained model: one optimizer, or a tuple, which torch's state dicts accept.
 
 Folder = str | os.PathLike[str]
 _MODEL = "_fsdp_zpp_model"  # attribute of prepared optimizers
@@ -303,7 +303,7 @@ def paired(accelerator: Accelerator) -> Iterator[None]:
 
 
 def _codec_states(accelerator: Accelerator, folder: Folder) -> Iterator[tuple[nn.Module, Sequence[Optimizer], Path]]:
-    """Yield each model that may have codec state, its optimizers, and the checkpoint to save that state with."""
+    """Yield each model that may have codec state, its optimizers, and the path that its codec state is saved beside."""
     # Models without optimizers are only evaluated, and have no codec state.
     optimizers: list[Optimizer | Sequence[Optimizer]] = accelerator._optimizers or [()]
     for index, (model, each) in enumerate(zip(accelerator._models, optimizers, strict=False)):
@@ -332,7 +332,7 @@ def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedData
         accelerator: An accelerator that has prepared nothing yet. It needs no plugin and no environment variable.
         strategy: Where each model state lives and how each hop is encoded.
         plugin: All other settings of FSDP. Default: the accelerator's own plugin, or one for FSDP2. On CPUs an
-            accelerator drops its own, so pass it here.
+            accelerator drops the plugin that it was given, so pass it here.
 
     Returns:
         ``accelerator``, whose class is now a subclass of what it was.
@@ -353,8 +353,8 @@ def use_strategy(accelerator: A, strategy: Strategy, *, plugin: FullyShardedData
     if accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)
     check_plugin(plugin)
-    # accelerate sets this type only if it sees a GPU, but FSDP runs on CPUs, too. Every new AcceleratorState copies the
-    # type from the PartialState, and each prepared optimizer makes an AcceleratorState.
+    # accelerate sets the type FSDP only if it sees a GPU, but FSDP runs on CPUs, too. Set it in the PartialState as
+    # well: each prepared optimizer makes a new AcceleratorState, which copies the type from there.
     accelerator.state.fsdp_plugin = plugin
     accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     cls = type(accelerator)
@@ -373,7 +373,7 @@ class ShardingAccelerator(Accelerator):
 
     def prepare(self, *objects: object, device_placement: list[bool] | None = None) -> Any:
         # accelerate demands a model and its optimizer in one call, to give the optimizer the shards. Here either may
-        # come alone: a model may only be evaluated, and an optimizer that is made later has the shards already.
+        # come alone: a model may only be evaluated, and an optimizer may be made from the shards later.
         kinds = [sum(isinstance(each, kind) for each in objects) for kind in (nn.Module, Optimizer)]
         if kinds[0] == 1 and kinds[1]:
             return super().prepare(*objects, device_placement=device_placement)
@@ -398,11 +398,11 @@ class ShardingAccelerator(Accelerator):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         model = model_of(optimizer, self._models)
         prepared = super().prepare_optimizer(optimizer, device_placement)
-        setattr(prepared, _MODEL, model)  # the optimizer is saved with it
+        setattr(prepared, _MODEL, model)  # the optimizer is saved with this model
         return prepared
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        # accelerate's own method compares lists of tensors by ==, which raises if a model has as many parameters.
+        # accelerate's own method compares the list to a model's by ==, which raises if both are equally long.
         self.unscale_gradients()
         parameters = list(parameters)
         if any(isinstance(each, DTensor) and each.device.type != each.device_mesh.device_type for each in parameters):
@@ -452,7 +452,7 @@ class ShardingAccelerator(Accelerator):
             save_beside(model, optimizers, checkpoint, self._token)
 
     def _load_codec_states(self, models: list[nn.Module], input_dir: Folder) -> None:
-        # ``models`` has the models that accelerate has yet to load: none under FSDP.
+        # accelerate passes the models that it has yet to load, none under FSDP; so ``models`` is ignored.
         for model, optimizers, checkpoint in _codec_states(self, input_dir):
             load_beside(model, optimizers, checkpoint)
 
@@ -460,7 +460,7 @@ class ShardingAccelerator(Accelerator):
         if self.project_configuration.automatic_checkpoint_naming:
             if self.project_dir is None:
                 return nullcontext()  # accelerate raises
-            # accelerate saves only to a new folder, and counts the entries of its parent folder.
+            # accelerate saves only to a new folder, and counts the folders beside it. So the mark is above both.
             return MarkedSave(Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}"), place="above")
         return nullcontext() if output_dir is None else MarkedSave(Path(output_dir).expanduser(), place="inside")
 

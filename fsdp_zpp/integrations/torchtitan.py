@@ -137,10 +137,10 @@ def _check_type(strategy: object) -> None:
 
 # ---- sharding
 #
-# torchtitan's ``parallelize_fn`` of each model, with fsdp_zpp's ``fully_shard`` in place of torch's.
+# torchtitan has a ``parallelize_fn`` for each model, which runs here with fsdp_zpp's ``fully_shard``.
 #
-# These functions import torch's ``fully_shard`` by name. While one runs, every module that has imported the name has
-# ours in its place. So no model needs a copy of its ``parallelize_fn``.
+# Modules of torchtitan import torch's ``fully_shard`` by name. While a ``parallelize_fn`` runs, each of these modules
+# has fsdp_zpp's under this name. So no ``parallelize_fn`` needs a copy here.
 
 
 def parallelize(
@@ -154,7 +154,7 @@ def parallelize(
     """Parallelize a model, or a stage of a pipeline, by its own ``parallelize_fn``, and shard it by a strategy."""
 
     def by_strategy(module: Any, *, reshard_after_forward: Any = None, **arguments: Any) -> Any:
-        # torchtitan's default policy also passes True; then the strategy decides.
+        # True comes from torchtitan's default policy, too; the strategy decides unless the policy is "always".
         if reshard_after_forward is True and parallelism.fsdp_reshard_after_forward != "always":
             reshard_after_forward = None
         return fully_shard(module, strategy=strategy, reshard_after_forward=reshard_after_forward, **arguments)
@@ -172,13 +172,13 @@ def parallelize(
 
 @contextmanager
 def _in_place_of_torchs(replacement: Any) -> Iterator[None]:
-    """Return a context in which modules that have imported torch's ``fully_shard``, or do so now, get another one."""
+    """Return a context in which modules that have imported torch's ``fully_shard``, or do so in it, get another one."""
     replacement = wraps(torch_fully_shard)(replacement)  # torch reads ``fully_shard.state``
     _exchange(torch_fully_shard, replacement)
     try:
         yield
     finally:
-        _exchange(replacement, torch_fully_shard)  # modules that were imported meanwhile have it, too
+        _exchange(replacement, torch_fully_shard)  # also in modules that were imported meanwhile
 
 
 def _exchange(present: Any, replacement: Any) -> None:
@@ -198,7 +198,7 @@ CODECS = "codecs"
 
 
 class StrategyTrainer(Trainer):
-    """torchtitan's trainer; a strategy shards all modules that the model's ``parallelize_fn`` gives ``fully_shard``.
+    """torchtitan's trainer; a strategy shards each module that ``parallelize_fn`` passes to ``fully_shard``.
 
     Args:
         config: torchtitan's configuration, with a ``StrategyParallelism``.
@@ -221,8 +221,8 @@ class StrategyTrainer(Trainer):
             config = copy.copy(config)
             own = config.model_spec.parallelize_fn
             config.model_spec = replace(config.model_spec, parallelize_fn=partial(parallelize, strategy, own))
-        # A plain strategy is torch's FULL_SHARD. Without sync, torch would keep unsharded gradients over micro-batches.
-        # GGG shards gradients, so they sync in each micro-batch, as with torchtitan's own FSDP.
+        # A plain strategy is torch's FULL_SHARD, and syncs in each micro-batch, as torchtitan's own FSDP does:
+        # without sync, torch would keep unsharded gradients between micro-batches.
         self._accumulates = strategy is not None and not strategy.is_plain
         self._micro_batches_left = 0
         super().__init__(config)
@@ -309,7 +309,7 @@ def _has_codec_state(strategy: Strategy) -> bool:
 def with_strategy(config: Trainer.Config, strategy: Strategy | None) -> StrategyTrainer.Config:
     """Return ``config``, the configuration of any of torchtitan's models, with a strategy.
 
-    The result also has ``training.disable_cuda_graphs``, and the loss inside a ChunkedLossWrapper in its place.
+    The result also sets ``training.disable_cuda_graphs``, and replaces a ChunkedLossWrapper by the loss that it wraps.
 
     Args:
         config: The configuration. It does not change, but the result shares sections with it.

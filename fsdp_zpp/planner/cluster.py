@@ -36,7 +36,7 @@ class Cluster:
         inter_gbps: Gbit/s that a *whole node* can send to the others, all its network cards together. Required if
             there is more than one node.
         intra_gbps: Gbit/s that *one GPU* can send to the others of its node. Required if a node has more than one.
-        slow_links: True if the GPUs of a node have no NVLink, so that codecs pay between them, too.
+        slow_links: True if the GPUs of a node have no NVLink, so that codecs save time between them, too.
 
     Raises:
         TypeError: If an argument is not a number.
@@ -81,7 +81,7 @@ class StepConfig:
         micro_batches: Number of micro-batches in a step, all but the last under ``no_sync``.
         tokens: Number of tokens on one GPU in one micro-batch.
         tflops: TFLOP/s that a GPU achieves on this model (not its peak).
-        launch_ms: Milliseconds in which the CPU launches forward and backward of one unit; 0 leaves it out.
+        launch_ms: Milliseconds in which the CPU launches forward and backward of one unit; 0 leaves launches out.
 
     Raises:
         TypeError: If an argument is not a number.
@@ -137,7 +137,7 @@ class Precision:
     """Dtypes of a training with mixed precision.
 
     Args:
-        compute: Dtype of weights in forward and backward, and on the wire without a codec; of frozen shards, too.
+        compute: Dtype of weights in forward and backward, of frozen shards, and of weights that no codec encodes.
         reduce: Dtype of the gradients on the wire without a codec.
         storage: Dtype of the shards that the optimizer updates.
         optimizer_bytes: Bytes of optimizer state per trainable element; 8 is Adam in fp32.
@@ -165,7 +165,7 @@ class Precision:
 
 
 def whole(name: str, value: float, least: int = 1) -> int:
-    """Return ``value``, maybe a float such as ``70e9``, as an int; raise TypeError or ValueError if it is none."""
+    """Return ``value``, maybe a float such as ``70e9``, as an int; raise TypeError or ValueError if it is not whole."""
     number = _number(name, value)
     if not number.is_integer() or number < least:
         raise ValueError(f"{name} must be a whole number of at least {least}, got {value!r}")
@@ -191,7 +191,7 @@ def _number(name: str, value: object) -> float:
 #
 # Typical GPUs, the links between them, and networks: figures of vendors' data sheets, by name.
 #
-# All figures are peaks; for what a GPU and a link reach of them, see ``hardware`` below.
+# All figures are peaks; ``hardware`` below has the share of its peak that a GPU and a link reach.
 
 
 class Gpu(NamedTuple):
@@ -200,7 +200,7 @@ class Gpu(NamedTuple):
     Attributes:
         memory: GiB of memory, which vendors write as GB.
         tflops: Dense TFLOP/s in bf16 with fp32 accumulation, at its peak.
-        link: Name of the link to other GPUs of a usual machine.
+        link: Name of the link that usually connects the GPU to others of its machine.
     """
 
     memory: float
@@ -208,9 +208,9 @@ class Gpu(NamedTuple):
     link: str
 
 
-# TFLOP/s are without sparsity: half of the figure if a data sheet gives only the one with it. Sources are NVIDIA's data
-# sheets of 2021 to 2025 for a10, a100, b200, h100, h200, l4 and l40s; for the others, appendices of its whitepapers on
-# the architectures GA102 (a6000, rtx3090), Ada (rtx4090) and RTX Blackwell (rtx5090).
+# TFLOP/s are without sparsity: half of a data sheet's figure if that is with sparsity only. Sources are NVIDIA's data
+# sheets of 2021 to 2025 for a10, a100, b200, h100, h200, l4 and l40s, and the appendices of NVIDIA's whitepapers
+# on the architectures GA102 (a6000, rtx3090), Ada (rtx4090) and RTX Blackwell (rtx5090).
 GPUS: Mapping[str, Gpu] = {
     "a10": Gpu(24, 125, "pcie4"),
     "a100": Gpu(80, 312, "nvlink3"),
@@ -228,8 +228,8 @@ GPUS: Mapping[str, Gpu] = {
     "rtx5090": Gpu(32, 209.5, "pcie5"),
 }
 
-# NVLink has half the rate in NVIDIA's data sheets, which add both directions: A100 (600 GB/s), H100 (900), HGX B200
-# (1800), RTX A6000 (112.5, a bridge between two GPUs). PCIe is 16 lanes with 128b/130b encoding, by its specification.
+# NVLink's rates are half of those in NVIDIA's data sheets, which add both directions: A100 (600 GB/s), H100 (900), HGX
+# B200 (1800), RTX A6000 (112.5, a bridge between two GPUs). PCIe is 16 lanes in 128b/130b encoding, as specified.
 LINKS: Mapping[str, float] = {
     "nvlink3": 2400,
     "nvlink4": 3600,
@@ -241,7 +241,7 @@ LINKS: Mapping[str, float] = {
 }
 """Gbit/s that one GPU sends to others of its machine, at the link's peak, in one direction."""
 
-# Ethernet has the rate in its name (IEEE 802.3), InfiniBand four lanes' rate in its Trade Association's roadmap.
+# Ethernet's rates are in its names (IEEE 802.3); InfiniBand's, for four lanes, in its Trade Association's roadmap.
 NETWORKS: Mapping[str, float] = {
     **{f"{rate}gbe": float(rate) for rate in ("1", "2.5", "10", "25", "40", "50", "100", "200", "400")},
     "ib-edr": 100,
@@ -269,8 +269,8 @@ def _named(what: str, known: Mapping[str, T], name: str) -> T:
 UTILIZATION = 0.4
 """Share of its peak FLOP/s at which a GPU computes a layer of a transformer."""
 OF_A_LINK = 0.5
-"""Share of a link's peak that an all-gather reaches. One of 26 MiB over NVLink between two H200s reaches 196 to 200 of
-450 GB/s (hops-2x2-* in benchmarks/step/results/hops-h200.json)."""
+"""Share of a link's peak that an all-gather reaches. With 26 MiB, it reaches 196 to 200 of 450 GB/s over NVLink
+between two H200s (hops-2x2-* in benchmarks/step/results/hops-h200.json)."""
 SLOWEST_NVLINK = OF_A_LINK * LINKS["nvlink-bridge"]
 """Gbit/s that collectives reach over the slowest NVLink; slower links are taken for PCIe or the host's memory."""
 LAUNCH_MS = 5.0
@@ -279,9 +279,9 @@ take 5.6 to 9.7, waits included, for a layer of a 1.35B Llama (benchmarks/step/r
 
 
 def named_figures(gpu: str | None, link: str | None, net: str | None) -> dict[str, Any]:
-    """Return the figures of named hardware. All but ``launch_ms`` have the name of the argument that overrides them.
+    """Return the figures of named hardware. Each but ``launch_ms`` is named as the argument that overrides it.
 
-    The number of a node's network cards goes before their name: ``8xib-ndr``.
+    In ``net``, the number of a node's network cards may precede their name: ``8xib-ndr``.
     """
     figures: dict[str, Any] = {}
     if gpu is not None:
@@ -320,8 +320,8 @@ def measure_bandwidth(
     """Time all-gathers between nodes and inside them. Collective over ``group``.
 
     All ranks take part at once, so the inter-node figure is that of a node's whole network. Each all-gather leaves
-    ``mib`` MiB on a rank and counts with the time of the slowest rank. The first one warms up; the result is the median
-    of the others.
+    ``mib`` MiB on a rank, and its time is that of the slowest rank. The first all-gather is a warm-up. The result takes
+    the median of the others.
 
     Raises:
         TypeError: If an argument is not a number.
@@ -352,7 +352,7 @@ def measure_bandwidth(
 def links_are_slow(group: dist.ProcessGroup, measured: Bandwidth | None) -> bool | None:
     """Return whether the links inside a node are slow. Collective over ``group``.
 
-    The machine tells, as in training. If it does not, ``measured`` tells; None if neither does.
+    This is read from the machine, as in training, or else judged from ``measured``; None if neither is known.
     """
     links = find_links(group)
     if links is not None:
@@ -370,7 +370,7 @@ def world() -> dist.ProcessGroup:
 
 
 def _median_seconds(hop: Hop, group: dist.ProcessGroup, nbytes: int) -> float:
-    """Return the median over repetitions of the slowest rank's seconds for an all-gather of ``nbytes`` per rank."""
+    """Return the seconds of an all-gather of ``nbytes`` per rank: the slowest rank's, as a median of repetitions."""
     # A group may have several backends, such as "cpu:gloo,cuda:nccl".
     on_gpu = "nccl" in dist.get_backend(group)
     device = torch.device("cuda" if on_gpu else "cpu")

@@ -1,4 +1,4 @@
-"""``plan``: figures of torch's strategies, presets and all letters for a model and cluster, and the choice."""
+"""``plan``: figures of torch's strategies, presets and all scope letters for a model and cluster, and the choice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .step_time import on_machines, splits_machine, step_time, strategy_topology
 def estimate_of(candidate: Candidate, case: Case) -> Estimate:
     """Return the figures of ``candidate``.
 
-    A row of torch's has the figures of torch, and the first of its equivalents here that fits, or else the last.
+    For one of torch's strategies, these are torch's, but name the first equivalent ``Strategy`` that fits, or the last.
     """
     if candidate.torch is None:
         return _estimate(candidate, case)
@@ -52,7 +52,7 @@ def _estimate(candidate: Candidate, case: Case) -> Estimate:
 
     if strategy.frozen is None or not splits_machine(strategy, cluster):
         volume, memory = figures(case.size, resolved)
-        # Only here, since an explicit node size would hold for a base, too.
+        # Only in this branch: in the other, an explicit node size would apply to the base, too.
         strategy = replace(strategy, gpus_per_node=topology.gpus_per_node)
     else:  # the base stays sharded over the machine
         sent, kept = figures(_without(case.size, "frozen"), resolved)
@@ -127,8 +127,8 @@ def plan(
         link: Link between the GPUs of a node by its name; by default the GPU's. Over PCIe, each GPU of a single machine
             is a node to strategies with codecs and optimizer scope G, as in training.
         net: Network card of a node by its name, several as 8xib-ndr.
-        slow_links: True if the GPUs of a node have no NVLink; by default, as the name of the link says, and without one
-            they have.
+        slow_links: True if the GPUs of a node have no NVLink; by default, the name of the link decides. Without a name,
+            GPUs count as having NVLink.
         micro_batches: Number of micro-batches that an optimizer step accumulates.
         tokens: Number of tokens on a GPU in a micro-batch. Computation time needs this and ``tflops`` or ``gpu``;
             otherwise it is left out.

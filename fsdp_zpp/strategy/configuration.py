@@ -18,7 +18,7 @@ from .local_steps import Elastic, LocalSteps
 
 
 class StrategyArguments(TypedDict, total=False):
-    """Keyword arguments of ``Strategy``, which describes them; each may be missing."""
+    """Keyword arguments of ``Strategy``, each of which may be missing; ``Strategy`` describes them."""
 
     levels: str
     weights: Codec | None
@@ -52,7 +52,7 @@ CODECS: dict[str, type[_Named]] = {
 
 
 def codec_from_name(value: object) -> Codec | None:
-    """Return the codec of a configuration: a name, with a block (``int8:256``) or without, a mapping, or a codec."""
+    """Return the codec for ``value``: a name, with a block (``int8:256``) or without, a mapping, a codec, or None."""
     if value is None or isinstance(value, Codec):
         return value
     if isinstance(value, Mapping):
@@ -77,7 +77,7 @@ def codec_from_name(value: object) -> Codec | None:
 
 
 def name_of_codec(codec: Codec) -> str | dict[str, object]:
-    """Return the name or mapping that :func:`codec_from_name` reads as ``codec``, one of the library's."""
+    """Return the name or mapping that :func:`codec_from_name` reads as ``codec``; codecs of users have none."""
     if isinstance(codec, AsStored):
         return codec.name
     name = next((name for name, cls in CODECS.items() if cls is type(codec)), None)
@@ -125,7 +125,7 @@ def _from_mapping(values: dict[str, Any]) -> Codec:
 #   gpus_per_node: 8
 #   overrides: {"*Experts": {preset: zeropp, weights: int4delta}}
 
-# The names of the class methods of Strategy that make one.
+# Each preset is a class method of Strategy that returns a strategy.
 PRESETS = ("zeropp", "mixzpp", "loco", "zero1", "zero2", "zero3", "mics", "diloco")
 
 _CODECS = ("weights", "gradients", "intra_gradients", "frozen")
@@ -204,7 +204,7 @@ def _local_steps(key: str, value: object) -> LocalSteps | None:
 
 
 def _made_of(kind: type[C], key: str, value: object, readers: Readers) -> C | None:
-    """Return a ``kind`` from a mapping of its arguments, some read by ``readers``; return a ``kind`` as it is."""
+    """Make a ``kind`` from a mapping of its arguments, some read by ``readers``; return any ``kind`` unchanged."""
     if value is None or value is False or isinstance(value, kind):
         return value or None
     if value is True:

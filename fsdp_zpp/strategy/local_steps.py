@@ -28,27 +28,27 @@ MOMENT_CODEC = Int8(128)  # encodes optimizers' moments in exchanges
 class LocalSteps:
     """Configures local-update training, in which nodes send each other nothing between exchanges of weights.
 
-    In an exchange, nodes average how much their weights have changed since the last one. An outer optimizer, SGD with
-    Nesterov momentum, applies that average to the weights that they last agreed on, and all nodes continue from the
-    result (DiLoCo, arXiv 2311.08105, algorithm 1). The weights of each unit of the model are a fragment, which is
-    exchanged by itself.
+    In an exchange, nodes average how much their weights have changed since the last exchange. An outer optimizer, SGD
+    with Nesterov momentum, applies the average to the weights on which nodes agreed last, and all nodes continue from
+    the new *agreed weights* (DiLoCo, arXiv 2311.08105, algorithm 1). The weights of each unit of the model are a
+    fragment, which is exchanged by itself.
 
     Training may begin with synchronous steps, in which gradients are reduced over all ranks. These steps warm up the
-    outer momentum as in Pier (arXiv 2511.17849): a fragment that is due keeps its weights, and adds their change since
-    it was last due to its momentum. Changes after a fragment is due for the last time in these steps are left out.
+    outer momentum as in Pier (arXiv 2511.17849): a fragment that is due keeps its weights, and how much they have
+    changed since it was last due enters its momentum. Changes after its last turn in these steps are left out.
 
     Args:
         every: Optimizer steps between two exchanges of a fragment.
         outer_lr: Learning rate of the outer optimizer.
-        outer_momentum: Its momentum, in [0, 1); DiLoCo's is 0.9. ``"auto"`` chooses it for each exchange of a fragment
-            by the correlation of the last changes: as large as possible, up to 0.9, without an outer step of more than
-            1.4 times the mean change. See [Note: Automatic momentum].
+        outer_momentum: Outer momentum, in [0, 1); DiLoCo's is 0.9. ``"auto"`` chooses it for each exchange of a
+            fragment by the correlation of the last changes: as large as possible, up to 0.9, without an outer step of
+            more than 1.4 times the mean change. See [Note: Automatic momentum].
         codec: Codec of the changes, and of the update on the way back; None sends fp32.
         error_feedback: Error feedback on the codec, on both ways. Its ``reset_every`` counts exchanges here.
         spread: True spreads fragments over the ``every`` steps, so that each step sends about the same (arXiv
             2501.18512, section 2.2). False exchanges all of them after the last of these steps.
         overlap: Steps that an exchange may take to arrive, less than ``every``; the node trains on meanwhile.
-        mix: Share of the agreed weights when a node mixes them with its own at the arrival of an exchange. With an
+        mix: Share of the agreed weights when a node mixes them with its own as an exchange arrives. With an
             overlap, arXiv 2501.18512, section 2.3, takes 0.5: 1 drops the steps made meanwhile. With 0, nodes keep
             their own weights until :func:`fsdp_zpp.exchange_weights`.
         offload: True keeps the agreed weights and the momentum on the CPU between exchanges. The CPU then waits for an
@@ -155,7 +155,7 @@ class LocalSteps:
         every = self.every
         if not self.spread:
             return list(range(fragments)) if step % every == 0 else []
-        # The last fragment is due in a multiple of ``every``, so every=1 exchanges all fragments in each step.
+        # The last fragment is due in multiples of ``every``, so every=1 exchanges all fragments in each step.
         return [index for index in range(fragments) if (step - (index + 1) * every // fragments) % every == 0]
 
     def __str__(self) -> str:
@@ -190,12 +190,12 @@ def _is_count(value: object, least: int) -> bool:
 #
 # [Note: Automatic momentum]
 # ``outer_momentum="auto"`` is the largest momentum whose settled gain is at most ``TARGET_GAIN``. It takes rho from the
-# exchange before, which the host knows already: to sum r over all ranks within an exchange, a communicator of the
-# training would wait for the slow network. A negative rho counts as a positive one: changes that point against each
-# other show an overshoot, so their small gain is no reason for more momentum. Before two changes can be compared, rho
-# is 1.
+# exchange before, since the host knows that already. For this exchange's rho, all ranks would sum r within it, and a
+# communicator of the training would wait for the slow network. A negative rho counts by its absolute value: changes
+# that point against each other show an overshoot, so their small gain is no reason for more momentum. Until there are
+# two changes to compare, rho is 1.
 
-# Target of "auto". Among values of lr / (1 - mu) from 1.0 to 7, measured in short runs, it gave the lowest loss; see
+# Target of "auto": in short runs, 1.4 gave the lowest loss among values of lr / (1 - mu) from 1.0 to 7. See
 # docs/results/loss.md.
 TARGET_GAIN = 1.4
 MOST_MOMENTUM = 0.9  # the largest momentum that "auto" chooses, that of DiLoCo (arXiv 2311.08105)
@@ -223,7 +223,7 @@ def fitting_momentum(lr: float, correlation: float) -> float:
 
 # ---- elastic
 #
-# Elastic nodes: local steps whose nodes may be lost, and may come back or join, while the others train on.
+# Elastic nodes train by local steps. A node may be lost, and may come back or join, while the others train on.
 
 ENDPOINT_VARIABLE = "FSDP_ZPP_ENDPOINT"  # gives the endpoint if the argument does not
 
@@ -240,13 +240,13 @@ class Elastic:
         max_nodes: The most nodes that train together. Further nodes wait, as spares, until one is lost.
         min_nodes: The fewest nodes that train. Fewer nodes wait for others.
         endpoint: ``host:port`` of the store; None takes it from the environment variable ``FSDP_ZPP_ENDPOINT``.
-        run_id: The name of the run in the store. Every run on a store needs a name of its own, even after another run
-            has ended; so does every model that trains separately.
-        timeout: Seconds that a node waits for the others in an exchange, slower nodes included.
-        heartbeat: Seconds between a node's heartbeats. A node that misses three is lost to the others, so the clocks of
-            nodes must differ by less than three heartbeats.
+        run_id: The name of the run in the store. Each run needs a name that no earlier run on the store has had, and so
+            does each model that trains separately.
+        timeout: Seconds that a node waits for the others in an exchange; even the slowest must arrive in this time.
+        heartbeat: Seconds between a node's heartbeats. A node that misses three counts as lost. Heartbeats have times
+            of the sender's clock, so clocks of nodes must differ by less than three heartbeats.
         last_call: Seconds that nodes wait for more nodes once ``min_nodes`` have met; more than one second.
-        join_timeout: Seconds that a node waits for the store and to be admitted. This must be longer than the time
+        join_timeout: Seconds that a node waits for the store and for admission. This must be longer than the time
             between two exchanges, and shorter than the timeout of the node's own process group.
 
     Raises:

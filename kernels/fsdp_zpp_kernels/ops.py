@@ -18,12 +18,12 @@ from .reference import ALIGNMENT, PayloadLayout
 # Checks of the ops' arguments, so that a wrong one raises here and does not reach a kernel.
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Rows and columns are the second and third axis of a kernel's grid, which CUDA limits to this many programs.
+# Rows and columns are axes two and three of a kernel's grid. CUDA limits each of these axes to this many programs.
 _MAX_GRID = 65535
 
 
 def check_values(name: str, values: Tensor, rows: int, cols: int, flat: bool = True) -> int:
-    """Check a tensor of ``rows * cols`` chunks, which may have any shape unless ``flat``; return a chunk's size."""
+    """Check a tensor of ``rows * cols`` chunks, flat or, without ``flat``, of any shape; return a chunk's size."""
     check_grid(rows, cols)
     if values.dtype not in _DTYPES:
         raise TypeError(f"{name} is {values.dtype}, but can be {', '.join(map(str, _DTYPES))}")
@@ -53,7 +53,7 @@ def check_payload(payload: Tensor, lead: str, chunks: int, numel: int, layout: P
             f"payload has shape {tuple(payload.shape)}, but {chunks} chunks of {numel} values with bits "
             f"{layout.bits}, block {layout.block} and tail {layout.tail} make ({wanted})"
         )
-    # A tensor has no address while tracing, so its offset is checked; allocators align storages to more than ALIGNMENT.
+    # While tracing, a tensor has no address. Its offset in the storage tells enough, since allocators align storages.
     if not payload.is_contiguous() or payload.storage_offset() % ALIGNMENT:
         raise ValueError(
             f"payload has strides {payload.stride()} and starts at byte {payload.storage_offset()} of its storage, "
@@ -124,7 +124,7 @@ def check_rows(payload: Tensor, out: Tensor, bits: int, block: int) -> tuple[Pay
             f"payload has rows of {payload.shape[1]} bytes, but chunks of {numel} values with bits {bits} and block "
             f"{block} take {layout.nbytes(numel)}"
         )
-    # Torch may give the axis of a single row any stride, and rows without bytes have nothing to align.
+    # If there is only one row, torch may give its axis any stride. Rows without bytes need no alignment.
     starts = (payload.storage_offset(), payload.stride(0) if payload.shape[0] > 1 else 0)
     if payload.shape[1] and (payload.stride(1) != 1 or any(start % ALIGNMENT for start in starts)):
         raise ValueError(
@@ -190,20 +190,20 @@ def _nothing(*_: Tensor | float) -> None: ...
 #
 # Checking a call's arguments and preparing its launch takes as long as several kernel launches, and so does dispatching
 # a Python op. A sharded model runs a handful of ops for each unit and step, on the same shapes in every step. So an op
-# does all work that does not depend on values once, and calls on plain tensors skip the dispatcher.
+# does once what does not depend on values, and calls on plain tensors skip the dispatcher.
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _OFF_ALIGNMENT = ALIGNMENT - 1  # the low bits, which are 0 in an aligned offset or address
-# The most prepared calls that an op keeps. A model has tens; without a limit, ever new shapes would fill the memory.
+# The most prepared calls that an op keeps. A model needs tens; without a limit, ever new shapes would fill the memory.
 _MAX_PREPARED = 1024
 
 
 def backend_for(tensor: Tensor) -> type[Fake]:
     """Return the backend that prepares ops on ``tensor``: Triton on CUDA, the reference on CPU, fakes while tracing.
 
-    It has a function for each op, of the same name and the same signature as in ``reference.py``.
+    Each backend has a function for each op, of the same name and the same signature as in ``reference.py``.
     """
     # Backends are imported on use, so that machines without a GPU do not need Triton.
     # Fakes come first: a fake tensor reports the device that it stands for, so is_cuda may be true of it.
@@ -260,7 +260,7 @@ class Op(Generic[P, R]):
                 values = bound.args
         signature = self._integers(values)
         for tensor in values[: self._tensors]:
-            # Subclasses (fake tensors, DTensor) need the dispatcher, and so does autograd, which raises in a backward.
+            # Subclasses (fake tensors, DTensor) need the dispatcher; so does autograd, to raise in a backward.
             if type(tensor) is not Tensor or tensor.requires_grad:
                 return self._op(*values)
             try:
@@ -274,7 +274,7 @@ class Op(Generic[P, R]):
     def _prepare_for(self, signature: tuple[object, ...], args: tuple[object, ...]) -> Callable[..., R]:
         prepared = self._prepare(*args)
         if len(self._prepared) >= _MAX_PREPARED:
-            self._prepared.clear()  # noting the last use would cost each call more than this ever does
+            self._prepared.clear()  # an order of last use would cost each call more than this does
         self._prepared[signature] = prepared
         return prepared
 
@@ -282,7 +282,7 @@ class Op(Generic[P, R]):
         """Register the op with torch. Calls through the dispatcher check their arguments, too, even while tracing."""
 
         def run(*args: Any) -> R:
-            args += self._defaults[len(args) - self._required :]  # torch leaves out what equals its default
+            args += self._defaults[len(args) - self._required :]  # torch leaves out arguments that equal their defaults
             signature = self._integers(args)
             for tensor in args[: self._tensors]:
                 signature += _seen_of(tensor)
@@ -301,17 +301,17 @@ class Op(Generic[P, R]):
 
 
 def op(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[P, Callable[..., R]]], Op[P, R]]:
-    """Make a function that checks a call's arguments and prepares the call into the op ``fsdp_zpp::<name>``.
+    """Return a decorator that turns a function into the op ``fsdp_zpp::<name>``.
 
-    The function takes the op's arguments, tensors first, and returns a function of the tensors and floats among them.
-    The annotations are the op's schema. The function may read of a tensor only what :func:`_seen_of` returns.
+    The function takes the op's arguments, tensors first. It checks them and returns a prepared call that takes only the
+    tensors and floats. Its annotations are the op's schema. It may read of tensors only what :func:`_seen_of` returns.
     """
     return lambda prepare: Op(prepare, mutates_args, name)
 
 
 def _seen_of(tensor: Tensor) -> tuple[object, ...]:
     """Return all that checks and kernels see of a tensor besides its values."""
-    # Triton compiles for the alignment of addresses. Checks use that of offsets, which a tensor has even while tracing.
+    # Triton compiles for the alignment of addresses. Checks use the alignment of offsets, known even while tracing.
     return (
         tensor.dtype,
         tensor.shape,
@@ -331,8 +331,8 @@ def _select(places: list[int]) -> Callable[[tuple[object, ...]], tuple[object, .
 #
 # Operations as ``torch.library`` ops of the namespace ``fsdp_zpp``: their arguments, checks and results.
 #
-# Each function checks the arguments of a call and returns a call that a backend has prepared. ``op`` turns the function
-# into the operation in the docstring, which prepares once for all calls that differ only in values and factors.
+# Each function checks the arguments of a call and returns a call that a backend has prepared. ``op`` turns it into the
+# op that its docstring describes. An op prepares once for all calls that differ only in values and factors.
 
 
 @op("quantize")
@@ -350,7 +350,7 @@ def quantize(values: Tensor, rows: int, cols: int, bits: int, block: int, tail: 
 
     Returns:
         The payload, uint8 ``[rows * cols, PayloadLayout(bits, block, tail).nbytes(numel)]``, with chunk (r, c) in row
-        ``c * rows + r``. The values determine every byte, padding included, but the tail is uninitialized.
+        ``c * rows + r``. ``values`` determines every byte, padding included, except the uninitialized tail.
 
     Raises:
         TypeError: If ``values`` has another dtype.
