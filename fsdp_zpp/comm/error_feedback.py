@@ -63,7 +63,7 @@ class HeldErrors:
         # whole chunks, errors of values that another rank has sent so far start from zero on this rank, too.
         if old is None or new is None or self.extent.is_whole != extent.is_whole:
             return HeldErrors.zeros(extent, self.codec, self.state.device)
-        # The last hop may have written these errors on another stream. Their memory is freed after the reads below.
+        # The last hop may have written these errors on another stream. Their memory may be freed before they are read.
         for made in (self.state, *self.parked.values()):
             if made.is_cuda:
                 made.record_stream(torch.cuda.current_stream(made.device))
@@ -97,7 +97,7 @@ class HeldErrors:
         scales.copy_(((scales * factor).view(torch.int32) & SCALE_MASK).view(torch.float32))
 
     def put_back(self, where: Tensor, before: Tensor) -> None:
-        """Restore errors from the state ``before`` where ``where``, bool [chunks * numel], is True, in place."""
+        """Restore the errors of the state ``before`` in the places ``where``, bool [chunks * numel], in place."""
         if self.codec is None:
             torch.where(where, before, self.state, out=self.state)
             return
@@ -129,7 +129,7 @@ class HeldErrors:
 # ``Q(h)``, where ``h = g + e``, and sets ``e = beta*e + (1-beta)*(h - deq(Q(h)))`` (LoCo, arXiv 2407.04480). Here,
 # ``beta`` weighs the old error, so 0 is classical error feedback. Since ``deq(Q(h)) = g - (e_new - e_old) / (1-beta)``,
 # the sum of all sent values differs from the sum of all gradients only by the last error over ``1-beta``: errors do not
-# build up. If a block of ``h`` is not finite, it keeps its old errors, since a NaN would stay in them forever.
+# build up. A block of ``h`` that is not finite is sent as NaN and keeps its old errors: a NaN would never leave them.
 #
 # If a step does not use a parameter, such as an unused head, the gradient there is zero. An optimizer must not move the
 # parameter by errors of earlier steps. So a rank that has not used a parameter in the step sends zeros wherever the
@@ -138,7 +138,7 @@ class HeldErrors:
 # ranks may differ in the parameters that they use.
 #
 # Errors may decay: ``decay * e`` then replaces ``e`` in both formulas. With beta 0 this is the error feedback of
-# SparseLoCo (arXiv 2508.15706, algorithm 1): its error is a momentum of gradients, minus all sent values.
+# SparseLoCo (arXiv 2508.15706, algorithm 1): its error is a momentum, from which each step subtracts what it has sent.
 
 
 class ErrorBufferState(TypedDict):
@@ -157,7 +157,7 @@ class ErrorBufferState(TypedDict):
 
 
 class Spared(NamedTuple):
-    """``marks``, bool [chunks * numel], is True in unused parameters; ``state`` has all errors before decay."""
+    """``marks``, bool [chunks * numel], marks errors of unused parameters; ``state`` has all errors before decay."""
 
     marks: Tensor
     state: Tensor
@@ -166,7 +166,7 @@ class Spared(NamedTuple):
 class ErrorBuffer:
     """This rank's errors on one hop; ``codec`` encodes them between reductions, None keeps them in fp32.
 
-    ``spared`` has the errors of parameters that this rank has not used in the step; None if it has used all.
+    ``spared`` says which errors the next encoding leaves unchanged; None if the rank has used all parameters.
     """
 
     def __init__(self, beta: float, codec: Int8 | None, decay: float = 1.0) -> None:
@@ -229,7 +229,7 @@ class ErrorBuffer:
     # ---- in checkpoints
 
     def state_dict(self) -> ErrorBufferState | None:
-        """Return the errors, on the CPU, and their layout; None if there are no errors."""
+        """Return the errors, on the CPU, and their form; None if there are no errors."""
         held = self._errors
         if held is None:
             return None
@@ -318,11 +318,11 @@ def decode_sum_encode_with_feedback(
 # [Note: The lifetime of errors]
 # Each reduction updates the errors, and all buffers are reset together, every ``reset_every`` optimizer steps.
 # Micro-batches do not count as steps, because the hop that compresses sends their sum (resolve_scopes in strategy.py
-# lowers the gradient scope for that). If each micro-batch synchronizes, each reduction starts from the
-# errors of the previous one. An optimizer that does not derive from torch's announces no steps; until a step is
-# announced, every reduction counts as a step.
+# lowers the gradient scope for that). If each micro-batch synchronizes, each reduction starts from the errors of the
+# previous one. An optimizer that does not derive from torch's announces no steps; until a step is announced, every
+# reduction counts as a step.
 #
-# A gradient scaler changes the scale of gradients, which earlier errors would not follow. When it skips a step after an
+# A gradient scaler changes the scale of gradients, and earlier errors would keep theirs. When it skips a step after an
 # overflow, the errors that were fed back in that step are lost. So runtime/lifecycle.py refuses a scaler's steps.
 
 

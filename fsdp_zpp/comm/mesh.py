@@ -54,7 +54,7 @@ def for_collectives(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def compute_device(group: dist.ProcessGroup | None, device: torch.device | str | int | None) -> torch.device | None:
-    """Return the device for a frozen base's codes: ``device`` if given; None for the weights' device."""
+    """Return the device for a frozen base's codes: ``device`` if given. A result of None means the weights' device."""
     kind = accelerator()
     if isinstance(device, int):
         return torch.device("cpu" if kind is None else kind.type, device)
@@ -120,7 +120,7 @@ def launched_on_each_node() -> int:
 
 
 def launcher_variables() -> str:
-    """Return the launcher's variables as text, for ranks to compare if it gives no layout of a group."""
+    """Return the launcher's variables as text; ranks compare it if the variables do not give a group's layout."""
     tasks = _tasks_on_each_node()
     if "LOCAL_WORLD_SIZE" in os.environ or not tasks:
         return f"LOCAL_WORLD_SIZE={os.environ.get('LOCAL_WORLD_SIZE')}"
@@ -131,7 +131,7 @@ def launcher_variables() -> str:
 def _by_torchrun() -> int:
     local_world, nodes = _positive("LOCAL_WORLD_SIZE"), _positive("GROUP_WORLD_SIZE")
     if nodes and nodes * local_world != dist.get_world_size():
-        # A rank knows only its own node's size. If sizes differ, all ranks raise but those on nodes of average size.
+        # A rank knows only its own node's size. If sizes differ, all raise but ranks on nodes of average size.
         raise _unequal(nodes, local_world)
     return local_world
 
@@ -184,7 +184,7 @@ def _place_on_nodes() -> str:
 # and members wait for each other forever. From 2.14 on a rank counts the groups that it has made: if only some ranks
 # have made a group, all ranks hang when they make the next one together. So this library names a group by its ranks and
 # by the number of earlier groups of exactly these ranks. All members have made those groups, so they agree on the
-# number without communication. No two groups of the same ranks share a number, so none reads another's keys.
+# number without communication. Each new group gets a new number, so it reads no keys that an older one has left.
 #
 # A DeviceMesh refers to its groups only by name, but meshes of equal ranks compare equal. torch caches results of
 # operations on DTensors, including their meshes, and looks them up by equality. So a model may compute with an earlier
@@ -287,7 +287,7 @@ _Subgroup = dist.ProcessGroup | Literal["whole"] | None
 _own_ranks: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _twins: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[_Subgroup, _Subgroup]]] = WeakKeyDictionary()
-# For each default group, parents and the subgroups to destroy after them: torch destroys no group of its own accord.
+# For each default group, parent groups and their subgroups: torch keeps a group until it is destroyed explicitly.
 _made_of: WeakKeyDictionary[dist.ProcessGroup, list[tuple[ref[dist.ProcessGroup], dist.ProcessGroup]]]
 _made_of = WeakKeyDictionary()
 # Each group's layouts by the launcher's node size: they depend on all ranks, too many to look at for every unit.
@@ -302,7 +302,7 @@ def process_mesh(group: dist.ProcessGroup, gpus_per_node: int | None = None) -> 
         gpus_per_node: Consecutive ranks of ``group`` that share a node; None takes it from the launcher.
 
     Raises:
-        ValueError: If the layout is not possible. Some ranks may raise, before any communication, and others not.
+        ValueError: If the layout is not possible, before any communication. Some ranks may raise while others do not.
     """
     return mesh_on(group, topology_of(group, gpus_per_node))
 
@@ -375,7 +375,7 @@ def twin_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def with_own_hop(mesh: ProcessMesh) -> ProcessMesh:
-    """Return ``mesh``, but with a twin for an inter-node hop that is ``mesh.group``. Collective at the first call."""
+    """Return ``mesh``, with a twin as the inter-node hop if that is ``mesh.group``. Collective at the first call."""
     # An exchange over the twin leaves ``mesh.group`` free, so ranks can compare arguments over it meanwhile.
     return replace(mesh, inter=twin_of(mesh.group)) if mesh.group and mesh.group is mesh.inter else mesh
 

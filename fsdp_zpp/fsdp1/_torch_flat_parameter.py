@@ -547,7 +547,7 @@ class HandleGradients(StepGradients):
         # One split of the flat parameter makes all views; its autograd node is the last before AccumulateGrad.
         while (before := node.next_functions[0][0]).next_functions:
             node = before
-        # This object refers to the views, and these to the node: a node that refers to this object closes a cycle.
+        # This object refers to the views, and they to the node, so the node must not refer to this object.
         node.register_prehook(functools.partial(_note_use, self.used, flat_param._is_padding_mask))
 
     # ---- before the last micro-batch
@@ -578,7 +578,7 @@ class HandleGradients(StepGradients):
 
     def _keep_reduced_gradient(self) -> None:
         """Have FSDP keep the reduced gradient of an earlier backward of the step, and add to it."""
-        # If the unit is not idle, FSDP has done this before the unit's backward.
+        # If the unit is not idle, FSDP has done this before the unit's backward in this micro-batch.
         if self.handle._training_state == HandleTrainingState.IDLE:
             self.handle.prepare_gradient_for_backward()
 

@@ -402,7 +402,7 @@ class ShardingAccelerator(Accelerator):
         return prepared
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
-        # accelerate's own method compares the list to a model's by ==, which raises if both are equally long.
+        # accelerate's own method compares the list to each model's by ==, which may raise if both are equally long.
         self.unscale_gradients()
         parameters = list(parameters)
         if any(isinstance(each, DTensor) and each.device.type != each.device_mesh.device_type for each in parameters):
@@ -460,7 +460,7 @@ class ShardingAccelerator(Accelerator):
         if self.project_configuration.automatic_checkpoint_naming:
             if self.project_dir is None:
                 return nullcontext()  # accelerate raises
-            # accelerate saves only to a new folder, and counts the folders beside it. So the mark is above both.
+            # accelerate saves only to a new folder, and counts the entries of its parent: the mark is beside that.
             return MarkedSave(Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}"), place="above")
         return nullcontext() if output_dir is None else MarkedSave(Path(output_dir).expanduser(), place="inside")
 

@@ -139,8 +139,8 @@ def _check_type(strategy: object) -> None:
 #
 # torchtitan has a ``parallelize_fn`` for each model, which runs here with fsdp_zpp's ``fully_shard``.
 #
-# Modules of torchtitan import torch's ``fully_shard`` by name. While a ``parallelize_fn`` runs, each of these modules
-# has fsdp_zpp's under this name. So no ``parallelize_fn`` needs a copy here.
+# These functions import torch's ``fully_shard`` by name. While one runs, every module that has imported the name has
+# fsdp_zpp's in its place. So no ``parallelize_fn`` needs a copy here.
 
 
 def parallelize(

@@ -137,7 +137,7 @@ class Precision:
     """Dtypes of a training with mixed precision.
 
     Args:
-        compute: Dtype of weights in forward and backward, of frozen shards, and of weights that no codec encodes.
+        compute: Dtype of weights in forward and backward, on the wire without a codec, and of frozen shards.
         reduce: Dtype of the gradients on the wire without a codec.
         storage: Dtype of the shards that the optimizer updates.
         optimizer_bytes: Bytes of optimizer state per trainable element; 8 is Adam in fp32.
@@ -191,7 +191,7 @@ def _number(name: str, value: object) -> float:
 #
 # Typical GPUs, the links between them, and networks: figures of vendors' data sheets, by name.
 #
-# All figures are peaks; ``hardware`` below has the share of its peak that a GPU and a link reach.
+# All figures are peaks; ``hardware`` below has the shares of their peaks that GPUs and links reach.
 
 
 class Gpu(NamedTuple):
@@ -279,7 +279,7 @@ take 5.6 to 9.7, waits included, for a layer of a 1.35B Llama (benchmarks/step/r
 
 
 def named_figures(gpu: str | None, link: str | None, net: str | None) -> dict[str, Any]:
-    """Return the figures of named hardware. Each but ``launch_ms`` is named as the argument that overrides it.
+    """Return the figures of named hardware. All but ``launch_ms`` have the name of the argument that overrides them.
 
     In ``net``, the number of a node's network cards may precede their name: ``8xib-ndr``.
     """
@@ -320,7 +320,7 @@ def measure_bandwidth(
     """Time all-gathers between nodes and inside them. Collective over ``group``.
 
     All ranks take part at once, so the inter-node figure is that of a node's whole network. Each all-gather leaves
-    ``mib`` MiB on a rank, and its time is that of the slowest rank. The first all-gather is a warm-up. The result takes
+    ``mib`` MiB on a rank, and its time is that of the slowest rank. The first all-gather is a warm-up. The result uses
     the median of the others.
 
     Raises:

@@ -190,10 +190,10 @@ def _is_count(value: object, least: int) -> bool:
 #
 # [Note: Automatic momentum]
 # ``outer_momentum="auto"`` is the largest momentum whose settled gain is at most ``TARGET_GAIN``. It takes rho from the
-# exchange before, since the host knows that already. For this exchange's rho, all ranks would sum r within it, and a
-# communicator of the training would wait for the slow network. A negative rho counts by its absolute value: changes
-# that point against each other show an overshoot, so their small gain is no reason for more momentum. Until there are
-# two changes to compare, rho is 1.
+# exchange before, since the host knows that already: to sum r over all ranks within an exchange, a communicator of the
+# training would wait for the slow network. A negative rho counts by its absolute value: changes that point against each
+# other show an overshoot, so their small gain is no reason for more momentum. Until there are two changes to compare,
+# rho is 1.
 
 # Target of "auto": in short runs, 1.4 gave the lowest loss among values of lr / (1 - mu) from 1.0 to 7. See
 # docs/results/loss.md.
@@ -240,11 +240,11 @@ class Elastic:
         max_nodes: The most nodes that train together. Further nodes wait, as spares, until one is lost.
         min_nodes: The fewest nodes that train. Fewer nodes wait for others.
         endpoint: ``host:port`` of the store; None takes it from the environment variable ``FSDP_ZPP_ENDPOINT``.
-        run_id: The name of the run in the store. Each run needs a name that no earlier run on the store has had, and so
-            does each model that trains separately.
+        run_id: The name of the run in the store. Every run on a store needs a name of its own, even after another run
+            has ended; so does every model that trains separately.
         timeout: Seconds that a node waits for the others in an exchange; even the slowest must arrive in this time.
-        heartbeat: Seconds between a node's heartbeats. A node that misses three counts as lost. Heartbeats have times
-            of the sender's clock, so clocks of nodes must differ by less than three heartbeats.
+        heartbeat: Seconds between a node's heartbeats. A node that misses three counts as lost. Heartbeats carry the
+            sender's time, so the clocks of nodes must differ by much less than three heartbeats.
         last_call: Seconds that nodes wait for more nodes once ``min_nodes`` have met; more than one second.
         join_timeout: Seconds that a node waits for the store and for admission. This must be longer than the time
             between two exchanges, and shorter than the timeout of the node's own process group.

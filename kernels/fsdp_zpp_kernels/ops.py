@@ -18,7 +18,7 @@ from .reference import ALIGNMENT, PayloadLayout
 # Checks of the ops' arguments, so that a wrong one raises here and does not reach a kernel.
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Rows and columns are axes two and three of a kernel's grid. CUDA limits each of these axes to this many programs.
+# Rows and columns are the second and third axis of a kernel's grid. CUDA limits each to this many programs.
 _MAX_GRID = 65535
 
 
@@ -53,7 +53,7 @@ def check_payload(payload: Tensor, lead: str, chunks: int, numel: int, layout: P
             f"payload has shape {tuple(payload.shape)}, but {chunks} chunks of {numel} values with bits "
             f"{layout.bits}, block {layout.block} and tail {layout.tail} make ({wanted})"
         )
-    # While tracing, a tensor has no address. Its offset in the storage tells enough, since allocators align storages.
+    # While tracing, a tensor has no address, so check its offset: allocators align storages to more than ALIGNMENT.
     if not payload.is_contiguous() or payload.storage_offset() % ALIGNMENT:
         raise ValueError(
             f"payload has strides {payload.stride()} and starts at byte {payload.storage_offset()} of its storage, "
@@ -274,7 +274,7 @@ class Op(Generic[P, R]):
     def _prepare_for(self, signature: tuple[object, ...], args: tuple[object, ...]) -> Callable[..., R]:
         prepared = self._prepare(*args)
         if len(self._prepared) >= _MAX_PREPARED:
-            self._prepared.clear()  # an order of last use would cost each call more than this does
+            self._prepared.clear()  # to keep an order of last use would cost each call more
         self._prepared[signature] = prepared
         return prepared
 
@@ -303,8 +303,8 @@ class Op(Generic[P, R]):
 def op(name: str, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[P, Callable[..., R]]], Op[P, R]]:
     """Return a decorator that turns a function into the op ``fsdp_zpp::<name>``.
 
-    The function takes the op's arguments, tensors first. It checks them and returns a prepared call that takes only the
-    tensors and floats. Its annotations are the op's schema. It may read of tensors only what :func:`_seen_of` returns.
+    The function takes the op's arguments, tensors first, checks them, and returns a prepared call of the tensors and
+    floats. The function's annotations are the op's schema. It may read of tensors only what :func:`_seen_of` returns.
     """
     return lambda prepare: Op(prepare, mutates_args, name)
 
