@@ -25,10 +25,9 @@ from .names import WRAPPERS, base_fqns, join_fqn, original_path
 
 # ---- stand in
 #
-# Stand-ins for modules of a sharded model: the same modules, with full tensors in place of shards.
+# Stand-ins for modules of a sharded model: copies of the modules, with full tensors in place of shards.
 #
-# Each kind of PEFT layer has its own methods to merge adapters. These methods run on a stand-in as on a model that is
-# not sharded.
+# Each kind of PEFT layer has its own methods to merge adapters. They need full tensors, which stand-ins have.
 
 Values = Mapping[nn.Module, Mapping[str, Tensor]]  # full tensors by module and name
 
@@ -49,7 +48,7 @@ def stand_in(module: nn.Module, values: Values, memo: dict[nn.Module, nn.Module]
     memo[module] = copied
     full = values.get(module, {})
     for name, value in vars(module).items():
-        if name not in full:  # else a tensor that FSDP has gathered
+        if name not in full:  # a name in ``full`` is a tensor that FSDP has gathered
             vars(copied)[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
     copied._parameters.update({name: nn.Parameter(tensor, requires_grad=False) for name, tensor in full.items()})
     copied._modules.update(
@@ -77,7 +76,7 @@ class MergedLayer:
 
     @property
     def nbytes(self) -> int:
-        # Without the memory that PEFT allocates while it merges.
+        # This leaves out the memory that PEFT allocates while it merges.
         return sum(tensor.full.peak_nbytes(None) for tensor in self._inputs)
 
     def start(self, to: int | None, gathers: AllGathers) -> list[Pending]:
@@ -114,14 +113,14 @@ def _merge(layer: nn.Module, values: Values) -> dict[str, Tensor]:
 
 
 class MergedParameter(FullTensor):
-    """The parameter ``name`` of a base layer, with adapters merged into it; ``base`` is the unmerged one."""
+    """The parameter ``name`` of a base layer, with adapters merged into it; ``base`` is the unmerged parameter."""
 
     def __init__(self, layer: MergedLayer, name: str, base: FullTensor) -> None:
         self._layer, self._name = layer, name
         self.shape, self.stored = base.shape, base.stored
 
     def peak_nbytes(self, dtype: torch.dtype | None) -> int:
-        # Each parameter counts the whole layer: the first one gathers all of it.
+        # Count the whole layer for each parameter: the first parameter to start gathers all of the layer.
         return self._layer.nbytes + self.nbytes(dtype) * (self.as_delivered(dtype) != self.stored)
 
     def start(self, dtype: torch.dtype | None, to: int | None, gathers: AllGathers) -> Pending:
@@ -143,7 +142,7 @@ Tensors = Mapping[nn.Module, Mapping[str, TensorOfModel]]  # by module and name
 
 
 def merged_tensors(model: nn.Module, tensors: Sequence[TensorOfModel]) -> list[TensorOfModel]:
-    """Return the ``tensors`` of the base in ``model``, with the active adapters merged into those that have some.
+    """Return the ``tensors`` of the base in ``model``, with active adapters merged into the weights that they adapt.
 
     If only one of two tied weights has an adapter, each name gets the weight of its own module.
 
@@ -162,7 +161,7 @@ def merged_tensors(model: nn.Module, tensors: Sequence[TensorOfModel]) -> list[T
     result: dict[object, TensorOfModel] = {}
     for path, base, module in _base_modules(model):
         layer = next((each for each in _ancestors(path) if each in layers), None)
-        if layer is not None and layer not in made:  # its base layer, so ``base`` is the layer's FQN
+        if layer is not None and layer not in made:  # ``module`` is its base layer: ``base`` is the layer's FQN
             made[layer] = MergedLayer(layers[layer], _inputs(layers[layer], own, peft_model.peft_config)), base
         for name, tensor in own.get(module, {}).items():
             fqn = join_fqn(base, name)
@@ -185,7 +184,7 @@ def _check_mergeable(peft_model: Any) -> None:
 
 
 def _outermost_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return PEFT's layers that wrap base layers, by FQN, without layers inside of such layers."""
+    """Return the outermost of PEFT's layers that wrap base layers, by FQN."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers: dict[str, nn.Module] = {}
@@ -206,7 +205,7 @@ def _ancestors(path: str) -> list[str]:
 def _base_modules(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield, for each module of the base, its FQN in ``model``, its FQN in the base, and the module.
 
-    If an adapter trains a copy of a module (``modules_to_save``), the copy takes its place.
+    If an adapter trains a copy of a module (``modules_to_save``), the copy is yielded instead of the module.
     """
     modules = {original_path(path): module for path, module in model.named_modules(remove_duplicate=False)}
     copies = dict(_trained_copies(modules))
@@ -255,8 +254,8 @@ def active_adapter_tensors(model: nn.Module) -> list[TensorOfModel]:
 
     Raises:
         ImportError: If peft is not installed.
-        ValueError: If there is no PEFT model, or not exactly one active adapter, or if PEFT computes some tensors of
-            the adapter's files.
+        ValueError: If there is no PEFT model, or not exactly one active adapter, or if PEFT would compute
+            tensors for the adapter's files, instead of copying parameters.
     """
     peft_model: Any = peft_model_in(model)
     from peft import get_peft_model_state_dict
@@ -270,12 +269,12 @@ def active_adapter_tensors(model: nn.Module) -> list[TensorOfModel]:
     prefix = path_of(peft_model, model)
     tensors = adapter_tensors(model, peft_model)
     by_name = {name.removeprefix(prefix): tensor for tensor in tensors for name in tensor.names}
-    # PEFT chooses the names, in a state dict of meta tensors.
+    # PEFT renames a state dict of meta tensors, which shows the names in its files.
     state = {name: torch.empty(tensor.full.shape, device="meta") for name, tensor in by_name.items()}
     tensor_of = {id(value): by_name[name] for name, value in state.items()}
     if not peft_model.peft_config[active[0]].is_prompt_learning:
         with as_plain(peft_model, {}):
-            # Else PEFT adds embeddings that are not trained, and may access the network to see if they have changed.
+            # With save_embedding_layers, PEFT would add frozen embeddings, and access the network to compare them.
             files: dict[str, Tensor] = get_peft_model_state_dict(
                 peft_model, state_dict=state, adapter_name=active[0], save_embedding_layers=False
             )
@@ -333,15 +332,15 @@ def gathered_weights(
     """Return an iterator over the names and full tensors of a model, for an inference engine. Collective.
 
     By default these are the tensors of the full state dict, bit for bit and by the same names, in full precision
-    even under mixed precision. A tied tensor comes under each of its names, and a weight of a quantized base decoded,
-    under its former name. Entries ``_extra_state`` are left out. The tensors are yours: nothing else refers to them.
+    even under mixed precision. A tied tensor comes under each of its names; a quantized weight comes decoded, under
+    its former name. Entries ``_extra_state`` are left out. The tensors are yours: nothing else refers to them.
 
     A few tensors are gathered at a time, the next ones while you use the current one. Together with the current one
-    they take at most the memory of the largest unit, or of two tensors if that is more. Tensors that you keep come on
-    top, and with ``merged``, the copies that PEFT makes of one weight.
+    they take at most the memory of the largest unit, or of two tensors if that is more. Tensors that you
+    keep come on top, as do, with ``merged``, the copies that PEFT makes of one weight.
 
     All ranks must iterate to the end, or leave at the same tensor. Don't change the model meanwhile. With local steps
-    each node hands out its own weights, as in state dicts; iterate within :func:`agreed_weights` for the agreed ones.
+    each node hands out its own weights, as in state dicts; within :func:`agreed_weights`, all hand out the same.
 
     Args:
         model: A model, sharded by either FSDP or not.

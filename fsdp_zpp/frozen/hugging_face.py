@@ -36,15 +36,15 @@ if TYPE_CHECKING:
 # Patches PEFT to add adapters to a quantized base, and ``save_pretrained`` not to save a part of a model.
 #
 # PEFT looks at a model's parameters to find tied weights, targets and word embeddings, and to count elements. Frozen
-# weights are not parameters, since FSDP must not see them. So while a method of ``_LOOKING_AT_PARAMETERS`` runs, the
-# FrozenTensors that modules show are registered as parameters.
+# weights are not parameters, since FSDP must not see them. So while a method of ``_LOOKING_AT_PARAMETERS`` runs,
+# modules register their FrozenTensors as parameters.
 #
 # For ``target_parameters``, PEFT parametrizes a layer during each forward. If the parameter is a frozen weight, PEFT
 # parametrizes a stand-in module instead.
 #
-# transformers' ``save_pretrained`` would leave out quantized weights. For a sharded model, it and PEFT's would write
-# the part that one rank holds, or nothing. The patched methods raise in these cases, unless they are given a state dict
-# with all weights.
+# transformers' ``save_pretrained`` would leave out quantized weights. For a sharded model, both it and PEFT's method
+# would write the part that one rank holds, or nothing. The patched methods raise in these cases, unless the caller
+# passes a state dict with all weights.
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -94,7 +94,7 @@ def _wrap(module: str, cls: str, method: str, how: Callable[..., Callable[..., o
     original = getattr(owner, method, None)
     if original is None:
         logger.warning("this version of peft has no %s.%s; add adapters before you quantize the base", cls, method)
-    # Only once, since this runs for every base.
+    # Patch only once: this function runs for every base.
     elif not hasattr(original, _MARK):
         wrapped = functools.wraps(original)(how(original))
         setattr(wrapped, _MARK, True)
@@ -102,7 +102,7 @@ def _wrap(module: str, cls: str, method: str, how: Callable[..., Callable[..., o
 
 
 def _with_parameters_shown(original: Callable[..., object]) -> Callable[..., object]:
-    """Return a method during which the frozen weights of its arguments that are modules are parameters."""
+    """Return ``original``, wrapped: while it runs, modules among its arguments have frozen weights as parameters."""
 
     def method(self: nn.Module, *args: object, **kwargs: object) -> object:
         registered: list[tuple[FrozenModule, str]] = []
@@ -111,7 +111,7 @@ def _with_parameters_shown(original: Callable[..., object]) -> Callable[..., obj
             for _, module, name, weight in frozen_sites(model) if isinstance(model, nn.Module) else ():
                 # PEFT's methods call each other, and only the outermost one registers weights and removes them.
                 if name not in module._parameters:
-                    module._parameters[name] = frozen_tensor(weight)  # type: ignore[assignment]  # passes for one
+                    module._parameters[name] = frozen_tensor(weight)  # type: ignore[assignment]  # acts as one
                     registered.append((module, name))
         try:
             return original(self, *args, **kwargs)
@@ -150,8 +150,8 @@ _IS_SHARDED = "_fsdp_zpp_is_sharded"
 def guard_save_pretrained(model: nn.Module, is_sharded: Callable[[nn.Module], bool] | None = None) -> None:
     """Make ``save_pretrained`` of ``model`` and its submodules raise if it would leave quantized weights out.
 
-    With ``is_sharded``, it also raises if it would write one rank's part: ``is_sharded(module)`` returns, alike on all
-    ranks, whether ranks hold parts of the module's weights.
+    With ``is_sharded``, ``save_pretrained`` also raises if it would write one rank's part. ``is_sharded(module)`` says
+    whether each rank holds only a part of the module's weights, and must say the same on all ranks.
     """
     for module in model.modules():
         if hasattr(type(module), _METHOD):
@@ -168,7 +168,7 @@ def _save_pretrained(module: nn.Module, *args: object, **kwargs: object) -> obje
     is_sharded = vars(module).get(_IS_SHARDED)
     gathers = getattr(module, "is_distributed_loading_by_transformers", False)  # then transformers gathers by itself
     if arguments.get("state_dict") is None and is_sharded is not None and not gathers and is_sharded(module):
-        # Also with is_main_process=False, which writes nothing: rank 0 raises, so the other ranks must, too.
+        # Ranks with is_main_process=False would write nothing, but must raise as well, since rank 0 raises.
         raise RuntimeError(
             f"this {model_name(module)} is sharded, and save_pretrained would write what one rank holds of it; call "
             "fsdp_zpp.save_adapter(model, path) to save an adapter, or pass state_dict= a full state dict, which all "
@@ -197,7 +197,7 @@ def _left_out(module: nn.Module, state: Mapping[str, object]) -> int:
 
 # ---- peft saving
 #
-# ``save_adapter`` saves PEFT adapters of sharded models in PEFT's own files.
+# ``save_adapter`` saves PEFT adapters of sharded models in PEFT's own file format.
 
 
 def save_adapter(
@@ -210,22 +210,22 @@ def save_adapter(
 ) -> None:
     """Save adapters in the files that ``PeftModel.from_pretrained(base, path)`` reads. Collective.
 
-    The model's first rank writes ``adapter_config.json`` and ``adapter_model.safetensors``; adapters other than
-    ``"default"`` go to folders of their names. The files can be read on any number of GPUs. The model in memory does
-    not change.
+    The model's first rank writes ``adapter_config.json`` and ``adapter_model.safetensors``; each adapter
+    but ``"default"`` goes to a subfolder of its name. The files can be read on any number of GPUs. The model in memory
+    does not change.
 
     Args:
         model: A PEFT model, plain or sharded by either FSDP, or a module that contains one.
         path: The folder.
         adapters: Names of adapters. Default: all.
-        process_group: The ranks of the model; the first one writes. Default: those that it is sharded over, or all
-            ranks if it is not sharded.
+        process_group: The ranks of the model; the first one writes. Default: the ranks that shard the model,
+            or all ranks if it is not sharded.
         **options: Further arguments of ``PeftModel.save_pretrained``.
 
     Raises:
         ImportError: If peft is not installed.
         TypeError: If an argument has the wrong type, on any rank; every rank raises.
-        ValueError: If there is no PEFT model in ``model``, or no adapter of one of the names, on any rank.
+        ValueError: If ``model`` contains no PEFT model, or ``adapters`` has an unknown name, on any rank.
         RuntimeError: If the first rank can't write the files; every rank raises.
     """
     group = ranks_of(model, process_group)
@@ -286,7 +286,7 @@ def adapter_state(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str
 
 def adapter_tensors(model: nn.Module, peft_model: PeftModel) -> list[TensorOfModel]:
     """Return the tensors of all adapters, active or not, and of everything trainable."""
-    # Inactive adapters are frozen, so requires_grad would miss them. All adapters have their name in tensors' paths.
+    # Inactive adapters are frozen, so requires_grad would miss them. An adapter's name is part of its tensors' FQNs.
     adapters = peft_model.peft_config.keys()
     return [
         tensor
@@ -304,16 +304,16 @@ def path_of(peft_model: PeftModel, model: nn.Module) -> str:
 
 @contextmanager
 def as_plain(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
-    """Let ``peft_model`` save the tensors of :func:`adapter_state` as if it were not sharded, in this context."""
+    """Let ``peft_model`` save the tensors of :func:`adapter_state` in this context, as an unsharded model does."""
 
-    # PEFT chooses by FQNs which tensors to save, so modules have their FQNs without wrappers.
+    # PEFT chooses the tensors to save by FQN, so leave wrappers out of the FQNs.
     def named_modules(
         memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         for path, module in nn.Module.named_modules(peft_model, memo, prefix, remove_duplicate):
             yield original_path(path), module
 
-    # PEFT saves the prompts that prompt encoders compute, so these have full parameters.
+    # PEFT saves the outputs of prompt encoders, so the encoders need full parameters.
     sharded: list[tuple[nn.Module, str, nn.Parameter]] = []
     encoders = getattr(peft_model, "prompt_encoder", nn.ModuleDict())
     for path, module in encoders.named_modules():
@@ -373,7 +373,7 @@ class DecodedWeight(FullTensor):
     def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
         weight, device = self.weight, self.weight.device
         group = weight.placement.mesh.group
-        if device.type == "cpu" and group is not None:  # until a forward moves the codes
+        if device.type == "cpu" and group is not None:  # codes stay there until a forward
             device = collective_device(group)
         if not gets(to):
             weight.holder.gathered_payload(weight, device)  # collective
@@ -389,8 +389,8 @@ def decoded_weights_of(module: nn.Module) -> dict[str, DecodedWeight]:
 #
 # Adds quantized weights to state dicts while a framework saves a model, and removes them while it loads one.
 #
-# Quantized weights are in no state dict. But a framework that writes a whole model to one file knows no other source of
-# weights, and FullyShardedDataParallel refuses to load names that it does not know.
+# Quantized weights are in no state dict. But a framework that writes a whole model to one file takes weights only from
+# state dicts, and FullyShardedDataParallel refuses to load the names of quantized weights.
 
 
 def quantized_names(model: nn.Module) -> set[str]:

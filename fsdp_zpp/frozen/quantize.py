@@ -1,4 +1,4 @@
-"""Quantization of frozen weights: selects them, reads their values or codes, and encodes them."""
+"""Quantizes frozen weights: selects the weights, reads their values or codes, and encodes them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .weight import FrozenWeight, Placement, ReadValues, place_base
 
 # ---- finite
 #
-# Refuses NaN and infinite values in a base: one of them makes its whole block decode to NaN.
+# Refuses NaN and infinite values in a base: a single one makes the whole block around it decode to NaN.
 #
 # The loss would be NaN from the first step on, and nothing would point to the base.
 
@@ -71,7 +71,7 @@ OTHERWISE_SHARDED = "sharded by another parallelism"
 
 @dataclass(eq=False)  # found by identity
 class QuantizableWeight:
-    """A weight and its sites: the path of each module that uses it, the module, and the weight's name there.
+    """A weight and its sites: for each module that uses it, the module's path, the module, and the weight's name in it.
 
     ``packed`` is the weight as another library has packed it; None if it is plain.
     """
@@ -92,7 +92,7 @@ class QuantizableWeight:
 
 @dataclass
 class Selection:
-    """The weights to quantize, in the order of the model, and by reason, the parameters that stay as they are."""
+    """The weights to quantize, in the order of the model, and the parameters that stay as they are, by the reason."""
 
     chosen: list[QuantizableWeight] = field(default_factory=list)
     left: dict[str, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
@@ -102,7 +102,7 @@ class Selection:
         self.left.setdefault(reason, []).append((candidate.name, candidate.parameter))
 
     def leave_plain(self) -> None:
-        """Leave the weights that no library has packed, since they have no codes to keep."""
+        """Deselect the weights that no library has packed, since they have no codes to keep."""
         for candidate in [each for each in self.chosen if each.packed is None]:
             self.leave(candidate, PLAIN)
 
@@ -145,7 +145,7 @@ def select(model: nn.Module, min_numel: int, ignored: Collection[Tensor] = (), u
 
     Unsharded parts are resharded first. With ``unpack``, weights packed by other libraries are chosen, too.
     """
-    reshard(model)  # an unsharded parameter of fully_shard is a plain tensor, but still FSDP's
+    reshard(model)  # an unsharded parameter of fully_shard is a plain tensor, but FSDP still owns it
     selection, seen = Selection(), set()
     ignored_ids, adapters = {id(tensor) for tensor in ignored}, _adapter_modules(model)
     sites_of, sharded = _sites_by_parameter(model), sharded_parameters(model)
@@ -222,7 +222,7 @@ def _sites_by_parameter(model: nn.Module) -> dict[int, list[tuple[str, nn.Module
 
 
 def _adapter_modules(model: nn.Module) -> set[int]:
-    """Return the ids of the modules of PEFT's adapters: inactive ones are frozen, but not part of the base."""
+    """Return the ids of the modules of PEFT's adapters: inactive adapters are frozen, but are not part of the base."""
     modules = set()
     for module in model.modules():
         for name in (*getattr(module, "adapter_layer_names", ()), "modules_to_save"):
@@ -275,9 +275,9 @@ def quantize_selected(
             "them from, before you wrap the model, or load it first"
         )
     if encoded is None:
-        # A generator, so that the memory of one weight's broadcast is freed before the next weight's.
+        # A generator, so that the memory of one weight's broadcast is freed before the next broadcast.
         encoded = (encode_candidate(candidate, options) for candidate in selection.chosen)
-    # Even if nothing was chosen now, the bases of parts of the model are merged into one.
+    # FrozenBase.of merges the bases of the model's parts into one, also if no weight is chosen.
     base = FrozenBase.of(model) if selection.chosen or FrozenBase.below(model) else None
     bytes_before, bytes_after, stored = 0, 0, 0
     for candidate, (weight, row) in zip(selection.chosen, encoded, strict=True):
@@ -320,11 +320,11 @@ class ReadTensors:
 def put_in(
     model: nn.Module, selection: Selection, group: dist.ProcessGroup | None, read: Callable[[], ReadTensors]
 ) -> FrozenReport:
-    """Put the tensors that ``read`` returns into ``model``; weights are in the order of the selection. Collective.
+    """Put the tensors of ``read()`` into ``model``. Its ``encoded`` are in the order of ``selection``. Collective.
 
     If ``read`` raises on any rank, every rank raises.
     """
-    # Read everything before the model changes: if one rank's files are broken, no rank may have half a base.
+    # Read everything before the model changes, so that broken files on one rank leave no rank with half a base.
     found = agree(group, read, lambda found: found.summary, OTHER_FILES)
     report, _ = quantize_selected(model, selection, found.options, found.encoded)
     log_report([report])
@@ -345,7 +345,7 @@ def encode_candidate(
         candidate: The weight.
         options: How to quantize.
         read: Returns the weight's values. Default: those in the model.
-        stored: The weight as a checkpoint stores it, if it is to keep its codes.
+        stored: The weight as a checkpoint stores it, if its codes are to be kept.
     """
     parameter, packed = candidate.parameter, candidate.packed
     own_dtype = parameter.dtype if packed is None else packed.format.dtype
@@ -374,7 +374,7 @@ def _packed_by_first(packed: StoredWeight, group: dist.ProcessGroup, device: tor
 
 
 def _reader(parameter: nn.Parameter, broadcast: dist.ProcessGroup | None, device: torch.device) -> ReadValues:
-    """Return a reader of a weight's values: this rank's, or the first rank's of ``broadcast``. Collective."""
+    """Return a reader of a weight's values on this rank, or on the first rank of ``broadcast``. Collective."""
     if broadcast is None:
         flat = parameter.detach().reshape(-1)
     else:
@@ -384,7 +384,7 @@ def _reader(parameter: nn.Parameter, broadcast: dist.ProcessGroup | None, device
 
 
 def _from_first(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # Send all of it, though each rank keeps little: each rank needs another part, and only the first rank has it.
+    # Send the whole weight, though each rank keeps only a part: parts differ, and only the first rank has them.
     dist.broadcast(whole, src=dist.get_global_rank(group, 0), group=group)
     return whole
 
@@ -410,15 +410,15 @@ def quantize_for(
     """Quantize the frozen weights of ``module`` if its strategy has a codec for them. Collective.
 
     Args:
-        strategy: The strategy. Its parameter scope places the weights: ``G`` shards them inside each node, as ``I``.
+        strategy: The strategy. Its parameter scope places the weights: ``G`` shards them inside each node, like ``I``.
         module: The module that is about to be sharded.
         mesh: The ranks to shard it over.
         ignored: Parameters that FSDP was told to ignore.
         device: The device that FSDP moves the module to.
         dtype: The dtype that FSDP computes in.
         broadcast: The group whose first rank has the right values; None if every rank has them.
-        is_part: True if other strategies shard the rest of the module. Weights that are quantized already are then
-            not checked against the nodes of ``mesh``.
+        is_part: True if other strategies shard the rest of the module. If so, don't check weights that are already
+            quantized against the nodes of ``mesh``.
 
     Returns:
         Names of frozen parameters that stay as they are, by the reason.
@@ -479,8 +479,8 @@ def log_frozen(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -> No
     for unit in quantizing:
         for reason, names in unit.left_unquantized.items():
             left.setdefault(reason, []).extend(names)
-    # If a model is wrapped in parts, a later call finds parameters of earlier parts as SHARDED. The earlier call has
-    # the real reason why they were left, so SHARDED is named only if it is the only reason.
+    # If a model is wrapped in parts, a later call leaves parameters of earlier parts as SHARDED, but the earlier call
+    # has left them for the real reason. So SHARDED is named only if there is no other reason.
     reasons = {reason: names for reason, names in left.items() if reason != SHARDED or len(left) == 1}
     stays = "; ".join(f"{len(names)} {reason} ({names[0]}, ...)" for reason, names in reasons.items())
     why = f"; frozen parameters that stay as they are: {stays}" if stays else ""
@@ -516,10 +516,10 @@ def quantize_frozen_params(
     ignored_params: Collection[Tensor] = (),
     sync_module_states: bool = False,
 ) -> FrozenReport:
-    """Quantize every frozen weight that is worth it, shard the codes, and return a report. Collective.
+    """Quantize every frozen weight that is large enough, shard the codes, and return a report. Collective.
 
     It quantizes the weights of nn.Linear and nn.Embedding, and the stacks of matrices that hold the experts of an MoE
-    layer, tied ones once; ``module.weight`` then stands for the dequantized weight. Quantized weights are not
+    layer, tied ones once. Reading ``module.weight`` then returns the dequantized weight. Quantized weights are not
     parameters any more: FSDP does not gather them, they are not in ``model.state_dict()`` (``save_frozen_params`` saves
     them), and they never have gradients. A second call quantizes the weights that were frozen since the first.
 

@@ -40,7 +40,7 @@ state_of: Callable[[nn.Module], FSDPState] = fully_shard.state  # type: ignore[a
 
 
 def is_managed(module: nn.Module) -> bool:
-    """Return whether a call of fully_shard has sharded the parameters of ``module``, itself or with a parent."""
+    """Return whether fully_shard has sharded the parameters of ``module``, in a call on it or on a parent."""
     return bool(vars(module).get("_is_fsdp_managed_module", False))
 
 
@@ -53,7 +53,7 @@ def groups_of(state: FSDPState) -> list[FSDPParamGroup]:
 
 
 def init_groups_lazily(root: nn.Module) -> None:
-    """Repeat the lazy initialization of a model's parameter groups, which torch allows after that of the root."""
+    """Repeat the lazy initialization of a model's parameter groups; torch allows it once the root is initialized."""
     for state in state_of(root)._state_ctx.all_states:
         for group in groups_of(state):
             group.lazy_init()
@@ -110,8 +110,8 @@ without_functorch: Callable[[Method], Method] = getattr(
 
 def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return torch's ``method``, with dynamo disabled once and for all."""
-    # From torch 2.13 on, torch's decorator makes a new dynamo wrapper in every call, and that takes longer than much of
-    # what the methods do. A method with another wrapper is returned as it is.
+    # From torch 2.13 on, torch's decorator makes a new dynamo wrapper in every call, which takes longer than much of
+    # the methods' own work. A method with another wrapper is returned as it is.
     decorator = getattr(_fsdp_common, "_dynamo_disable", None)
     if decorator is None or method.__code__ is not decorator(lambda: None).__code__:
         return method
@@ -122,7 +122,7 @@ def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def has_gradient(param: FSDPParam) -> bool:
-    """Return whether ``param`` has an unsharded gradient, new or accumulated. It must have been unsharded before."""
+    """Return whether ``param`` has an unsharded gradient, new or accumulated. Call it only after an unshard."""
     return param._unsharded_param.grad is not None or param.unsharded_accumulated_grad is not None
 
 
@@ -148,9 +148,9 @@ def divided_by(group: FSDPParamGroup, dtype: torch.dtype) -> float:
 
 
 def flatten_gradients(group: FSDPParamGroup, params: Sequence[FSDPParam], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return unsharded gradients, None for zeros, in one flat tensor [world * numel], chunk i for rank i.
+    """Return unsharded gradients in one flat tensor [world * numel], chunk i for rank i; a gradient None is all zeros.
 
-    Layout and dtype are those of torch's reduction. ``params`` must be in its order.
+    Layout and dtype are those of torch's reduction, and ``params`` must be in the order of that reduction.
     """
     world = group._reduce_scatter_process_group.size()
     dtype = _gradient_dtype(group, params)
@@ -183,7 +183,7 @@ def _gradient_dtype(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> torch
 # A tensor subclass may encode itself for the all-gather: ``fsdp_pre_all_gather`` returns tensors and metadata, and
 # ``fsdp_post_all_gather`` makes the unsharded parameter from all ranks' tensors. Float8 training in torchao does: it
 # casts to 8 bits before the gather. These bytes are encoded already, and go through both hops and into the
-# secondary shard as they are. The other parameters of the group go with them, in their compute dtype. A gather that
+# secondary shard as they are. The group's other parameters are sent along in their compute dtype. A gather that
 # reuses a secondary shard does not call ``fsdp_pre_all_gather``, so the metadata of the last call is kept.
 #
 # Some subclasses, such as torchao's MXFP8 weights, send their values in the compute dtype instead of bytes of their
@@ -209,8 +209,8 @@ def encodes_itself(param: FSDPParam) -> bool:
 
 
 def has_own_bytes(params: Sequence[FSDPParam]) -> bool:
-    """Return whether a parameter encodes itself as bytes of its own. Collective if such an encoding is."""
-    # Ask every parameter, even after the first that does, so that ranks enter the same collectives.
+    """Return whether a parameter encodes itself as bytes of its own. Collective if ``fsdp_pre_all_gather`` is."""
+    # A list, so that ``any`` does not stop at the first True: all ranks must enter the same collectives.
     return any([not _sends_values(param) for param in params if encodes_itself(param)])  # noqa: C419
 
 
@@ -237,7 +237,7 @@ class GatherPlan:
         shard_numel, numel: Elements that a rank sends and receives; with ``joins``, 0 before :meth:`join_inputs`.
         memory: The gathered shards, except tensor subclasses, which may have no storage.
         counted: The tensors whose version counters count writes: the parameters and their shards.
-        swaps: The swaps of all parameters, once torch has unsharded them; empty if some are not plain.
+        swaps: A :class:`Swap` of each parameter, from the first unshard on; empty if some parameter is not plain.
     """
 
     def __init__(self, group: FSDPParamGroup, encodes: bool) -> None:
@@ -267,9 +267,9 @@ class GatherPlan:
 
     @torch.no_grad()
     def join_inputs(self) -> Tensor:
-        """Return the current all-gather input, flat [shard_numel]; collective if encodings are."""
+        """Return the current all-gather input, flat [shard_numel]; collective if ``fsdp_pre_all_gather`` is."""
         params, as_bytes = self._params, self.dtype == torch.uint8
-        # A later backward may save these tensors and metadata, and can't save tensors of inference mode.
+        # Autograd may save these tensors and metadata later, and can't save inference tensors.
         with torch.inference_mode(False):
             by_param = _get_param_all_gather_inputs(params)
             flat = [each.view(-1) for inputs in by_param for each in inputs]
@@ -292,7 +292,7 @@ class GatherPlan:
             param._extensions_data.all_gather_input_sizes = sizes
 
     def prepare_swaps(self, group: FSDPParamGroup) -> None:
-        """Make the swaps of a group that torch has unsharded once, if all its parameters are plain."""
+        """After torch's first unshard of a group, make its swaps if all its parameters are plain."""
         params = group.fsdp_params
         if self.joins or self._world == 1 or torch.is_inference_mode_enabled():
             return
@@ -345,9 +345,9 @@ class GatherPlan:
 
 
 class Swap(NamedTuple):
-    """A parameter, and its ``sites``: each module that shows its sharded or unsharded tensor, with its name there.
+    """A parameter and its ``sites``: each module that has it, with the parameter's name in that module.
 
-    ``storage`` is the unsharded parameter's, and ``nbytes`` its size while the parameter is unsharded.
+    ``storage`` is that of the unsharded parameter, and has ``nbytes`` bytes while the parameter is unsharded.
     """
 
     param: FSDPParam
@@ -392,7 +392,7 @@ def _is_plain(param: FSDPParam) -> bool:
 
 # ---- flat layout
 #
-# Small parameters come last: before a large one, they would shift it, so that a block would span two large ones. Large
+# Small parameters come last: in front of a large one, they would shift it, and a block could span two large ones. Large
 # ones are sorted by the axes along which another parallelism shards them. See the notes in flat_layout.py.
 
 
@@ -436,8 +436,8 @@ class StrategyAllGather(AllGather):
 class StrategyReduceScatter(ReduceScatter):
     """Reduces a group's gradient of a step.
 
-    If there are two hops, a call makes only the first. :meth:`finish`, torch's all-reduce hook, makes the second in the
-    all-reduce stream, and then calls the user's own ``hook``.
+    If there are two hops, a call makes only the first. torch calls :meth:`finish` as its all-reduce hook: it makes the
+    second in the all-reduce stream, and then calls the user's own ``hook``.
     """
 
     reductions: StepReductions
@@ -496,7 +496,7 @@ class StrategyAllReduce:
         factor = 1.0
         if (divide_factor := self.group.gradient_divide_factor) is not None:
             # The result is the sum over all ranks, divided by this factor once. Over one rank, torch has divided by it
-            # once already, and does so once more where it divides around sums.
+            # once already. Where it reduces by sums, it divides once more around them.
             around_sum = self.group.force_sum_reduction_for_comms or gradient.dtype == torch.float16
             factor = self.reductions.mesh.topology.world * (divide_factor if around_sum else 1.0)
         divisor = divided_by(self.group, gradient.dtype) if reduce.accumulated.sums is not None else 1.0
@@ -507,7 +507,7 @@ class StrategyAllReduce:
 
 
 def _factor_of(op: ReduceOp | ReduceOp.RedOpType, sharded_over: int, world: int, divide_factor: float | None) -> float:
-    """Return the factor that makes torch's reduction from the mean; raise a ValueError if ``op`` is no kind of sum.
+    """Return torch's reduction as a multiple of the mean; raise a ValueError if ``op`` is neither a sum nor a mean.
 
     torch counts only the ``sharded_over`` ranks, without replicas. A user's ``divide_factor`` divides the whole sum.
     """
@@ -530,15 +530,15 @@ def _factor_of(op: ReduceOp | ReduceOp.RedOpType, sharded_over: int, world: int,
 
 
 class GroupWeights:
-    """A parameter group's weights: the source of its gathers and secondary shard, and the memory that it keeps.
+    """A parameter group's weights: the values to gather and put in the secondary shard, and the memory that it keeps.
 
     Attributes:
         reuses: Whether gathers reuse the result of an earlier one.
         staleness_guard: The secondary shard, which knows whether kept weights are stale; None if the strategy does not
             keep weights unsharded from one micro-batch to the next.
         is_kept: Whether the memory of unsharded weights is kept while modules show shards.
-        puts_back: Whether the unshard that has begun shows the kept memory again, in place of a gather.
-        was_gathered: Whether ranks have gathered the group for the micro-batch; the same on all ranks.
+        puts_back: Whether the unshard in progress shows the kept memory again, instead of gathering.
+        was_gathered: Whether ranks have gathered the group for the current micro-batch; the same on all ranks.
     """
 
     def __init__(self, group: FSDPParamGroup, unit: StrategyUnit) -> None:
@@ -590,7 +590,7 @@ class GroupWeights:
                     param.free_unsharded_param()
             self.is_kept = self.puts_back = self.was_gathered = False
 
-    # ---- as a ShardSource, which is asked before torch's gather
+    # ---- methods of ShardSource, which are called before torch's gather
 
     def can_be_read(self) -> bool:
         if torch._C._current_graph_task_id() != -1:  # an optimizer in the backward may make a prefetch stale
@@ -655,7 +655,7 @@ def _memory(tensor: Tensor) -> list[tuple[Hashable, ...]]:
 def requires_gradient(param: FSDPParam) -> bool:
     """Return whether a parameter requires a gradient, in its sharded form or in its last unsharded one."""
     # ``requires_grad_`` on a module changes the tensors that the module shows at that moment. If a forward has left a
-    # root unsharded, these are the unsharded ones alone: PEFT switches adapters that way.
+    # root unsharded, these are only the unsharded ones. PEFT switches adapters by ``requires_grad_``.
     if param.sharded_param.requires_grad:
         return True
     unsharded = getattr(param, "_unsharded_param", None)  # there is none before the first gather

@@ -10,8 +10,8 @@ Neither ``fsdp_config`` nor a configuration of accelerate is needed. Settings fo
 integrations/transformers.py shards the model, with its adapters, when the training or the first evaluation begins.
 Until then each rank holds the whole model in CPU memory. Without GPUs, set ``ACCELERATE_USE_CPU=true``.
 
-If importing a plugin's module raises ImportError, axolotl only prints it, and trains without the plugin. So this module
-checks versions and imports integrations/transformers.py only when axolotl registers the plugin.
+If importing a plugin's module raises ImportError, axolotl only prints the error, and trains without the plugin. So this
+module checks versions and imports integrations/transformers.py only when axolotl registers the plugin.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _FSDP_ALTERNATIVES = {
 """Keys of ``fsdp_config`` that a strategy can't honour, and what to do instead."""
 
 _OPTIMIZERS_WITH_A_MESH = ("muon", "dion", "sinkgd")
-"""Optimizers that communicate over a mesh that axolotl makes, not over the strategy's."""
+"""Optimizers that communicate over axolotl's own mesh, not over the strategy's."""
 
 
 class StrategyArgs(BaseModel):
@@ -107,7 +107,7 @@ class StrategyPlugin(BasePlugin):
         return f"{__name__}.{StrategyArgs.__name__}"
 
     def register(self, cfg: MutableMapping[str, Any]) -> None:
-        """Set keys of ``cfg`` for FSDP2 that are not set yet, before axolotl validates it.
+        """Set the keys for FSDP2 that ``cfg`` leaves out, before axolotl validates ``cfg``.
 
         Raises:
             ImportError: If axolotl, transformers or accelerate is too old; says what to install.
@@ -120,7 +120,7 @@ class StrategyPlugin(BasePlugin):
         if cfg.get("fsdp_zpp") is None:
             return
         if quantizes(strategy_of(cfg["fsdp_zpp"])) and all(cfg.get(kernel) is None for kernel in _LORA_KERNELS):
-            cfg.update(dict.fromkeys(_LORA_KERNELS, False))  # axolotl would enable them
+            cfg.update(dict.fromkeys(_LORA_KERNELS, False))  # axolotl would enable them; _check_training refuses that
         # Preprocessing, inference and merging run in one process, where nothing is sharded.
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             return
@@ -147,7 +147,7 @@ class StrategyPlugin(BasePlugin):
         Raises:
             ValueError: If the trainer has settings that a strategy can't honour; the error says what to do instead.
         """
-        if cfg.fsdp_zpp is None:  # axolotl keeps the plugins of earlier configurations
+        if cfg.fsdp_zpp is None:  # a plugin of an earlier configuration, which axolotl keeps
             return
         from .transformers import use_strategy
 

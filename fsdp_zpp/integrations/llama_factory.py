@@ -4,8 +4,8 @@
 
     torchrun --nproc-per-node 8 -m fsdp_zpp.integrations.llama_factory train llama3_lora_sft.yaml
 
-integrations/transformers.py makes LLaMA-Factory's own Trainers shard. LLaMA-Factory has no plug-in point for trainers,
-so :func:`run_exp` replaces their classes while it trains. LLaMA-Factory's second trainer, V1, is refused.
+integrations/transformers.py makes LLaMA-Factory's trainers shard the model. LLaMA-Factory has no plug-in point for
+trainers, so :func:`run_exp` replaces their classes while it trains. LLaMA-Factory's other trainer, V1, is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp_zpp.strategy.strategy import Strategy
 
 from ._common import KEY, NO_DEEPSPEED, NO_PACKED_BASE, NO_WHOLE_MATRICES, refuse, refuse_set, require, strategy_of
 
-# LLaMA-Factory has no extra: its requirements exclude the versions of transformers that a strategy needs.
+# No extra of this package installs LLaMA-Factory: it excludes the versions of transformers that a strategy needs.
 require("llamafactory", "0.9.5", install="see docs/guides/llama-factory-ms-swift.md")
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ TRAINERS = {"pt": "CustomTrainer", "sft": "CustomSeq2SeqTrainer", "dpo": "Custom
 """Name of the trainer in ``llamafactory.train.<stage>.trainer``, by stage."""
 
 DEFAULTS = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}, "use_reentrant_gc": False}
-"""Defaults for arguments that the configuration file leaves out; the model stays in CPU memory until it is sharded."""
+"""Defaults of arguments; with ``fsdp``, the model stays in CPU memory until it is sharded."""
 
 _BACKEND = "it replaces the trainer that shards the model: leave it out"
 _ALTERNATIVES = {
@@ -72,7 +72,7 @@ def run_exp(args: Arguments | None = None, callbacks: list[TrainerCallback] | No
 
     Raises:
         ImportError: If transformers or accelerate is too old.
-        ValueError: If there is no strategy, or it can't honour an argument; the error names the key.
+        ValueError: If there is no strategy, or the strategy can't honour an argument; the error names the key.
     """
     from llamafactory.train import tuner
 
@@ -87,7 +87,7 @@ def main() -> None:
     """Run ``train`` of ``llamafactory-cli`` in a process that torchrun started.
 
     Raises:
-        ValueError: If another command is given, and as :func:`run_exp`.
+        ValueError: If another command is given, or :func:`run_exp` raises it.
     """
     _check_environment()
     command = sys.argv.pop(1) if len(sys.argv) > 1 else "none"
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def split(args: Arguments | None) -> tuple[Arguments, Strategy]:
-    """Return LLaMA-Factory's own arguments, by default those of the command line, and the strategy."""
+    """Split ``args``, by default the command line's, into LLaMA-Factory's own arguments and the strategy."""
     from llamafactory.hparams import read_args
 
     read = read_args(args)

@@ -7,9 +7,9 @@ For a trainer that prepares a reference model in its constructor, such as TRL's 
 
     trainer = use_strategy(DPOTrainer, Strategy.zeropp())(model, reference, arguments, ...)
 
-Trainer gets the model unsharded, with or without adapters. Checkpoints are Trainer's own for FSDP2, with
-codec state, and with PEFT without the base; they are sharded unless ``TrainingArguments`` ask for FSDP with full state
-dicts. integrations/accelerate.py shards the model when training or the first evaluation begins.
+Pass the model unsharded, with or without adapters. Checkpoints are Trainer's own for FSDP2, plus codec state; with PEFT
+they leave out the base. They are sharded unless ``TrainingArguments`` ask for FSDP with full state dicts.
+integrations/accelerate.py shards the model when training or the first evaluation begins.
 """
 
 from __future__ import annotations
@@ -80,10 +80,10 @@ class AnnouncesWrites(TrainerCallback):
 
 # ---- trl
 #
-# TRL's trainers shard reference models in their constructors, and send weights to vLLM. Here both follow the strategy.
+# TRL's trainers shard reference models in their constructors, and send weights to vLLM. Patched, they use a strategy.
 #
-# TRL's ``prepare_fsdp``, which its modules import by name, calls torch's ``fully_shard``. ``VLLMGeneration`` gets full
-# parameters from its ``_iter_named_params``, both for a server and for an engine in the same process.
+# TRL's ``prepare_fsdp`` calls torch's ``fully_shard``; each trainer's module imports it by name. ``VLLMGeneration``
+# gets full parameters from its ``_iter_named_params``, both for a server and for an engine in the same process.
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
@@ -112,7 +112,7 @@ def prepare_by_strategy(trainer: type) -> None:
 
 
 def _preparing(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Return a function of a model and an accelerator, in either order, that shards by the accelerator's strategy."""
+    """Return a function that takes a model and an accelerator, in either order, and shards by the latter's strategy."""
 
     def prepare(*both: Any) -> nn.Module:
         model, accelerator = sorted(both, key=lambda each: isinstance(each, Accelerator))
@@ -164,22 +164,22 @@ def use_strategy(trainer: T, strategy: Strategy) -> T:
 
     ``TrainingArguments`` need not mention FSDP, but then Trainer moves the whole model to the GPU first. With
     ``fsdp=True`` the model stays on its device until it is sharded, so it need not fit on one GPU. Then ``fsdp_config``
-    says what to wrap and more, and checkpoints have full state dicts unless it sets ``state_dict_type``.
+    applies (what to wrap, for example), and checkpoints have full state dicts unless it sets ``state_dict_type``.
 
     Args:
-        trainer: A trainer that has neither trained nor evaluated yet, or a class of trainers. Pass the class if it is
-            a trainer of TRL with a reference or teacher model, which the constructor prepares.
+        trainer: A trainer that has neither trained nor evaluated yet, or a class of trainers. Pass the class
+            for a trainer of TRL whose constructor prepares a reference or teacher model.
         strategy: Where each model state lives and how each hop is encoded.
 
     Returns:
-        ``trainer``, whose class is now a subclass of its former class. For a class, a subclass of it, whose instances
-        use ``strategy`` to shard all models that they prepare.
+        For a trainer, the same object, which now has a subclass of its former class. For a class, a subclass of it,
+        whose instances shard all models that they prepare by ``strategy``.
 
     Raises:
         ImportError: If the trainer's settings need a newer accelerate.
         TypeError: If ``strategy`` is not a ``Strategy``, or a class is not derived from ``Trainer``.
-        ValueError: If the trainer has settings that a strategy can't honour; the error says what to do instead. For a
-            class, its constructor raises the error.
+        ValueError: If the trainer has settings that a strategy can't honour; the error says what to do instead. If a
+            class was passed, the constructor of the returned class raises it.
     """
     if isinstance(trainer, type):
         return _subclass(trainer, strategy)  # type: ignore[no-any-return]
@@ -214,7 +214,7 @@ def _shard_by(trainer: Trainer, strategy: Strategy) -> None:
         )
     plugin, arguments = None, trainer.args.fsdp_plugin_args
     if arguments is not None and not trainer.is_fsdp_enabled:
-        plugin = FullyShardedDataParallelPlugin(**arguments)  # on a CPU, accelerate has dropped it
+        plugin = FullyShardedDataParallelPlugin(**arguments)  # on a CPU, accelerate drops the plugin
     sharding.use_strategy(trainer.accelerator, strategy, plugin=plugin)
     trainer.is_fsdp_enabled = True
     state_dict_type = trainer.accelerator.state.fsdp_plugin.state_dict_type
@@ -257,7 +257,7 @@ class ShardingTrainer(Trainer):
         return super().evaluation_loop(*arguments, **options)
 
     def training_step(self, *arguments: Any, **options: Any) -> Tensor:
-        """Run a micro-batch's forward and backward. An elastic node that joins others takes over their step."""
+        """Run a micro-batch's forward and backward. An elastic node that joins others takes over their step count."""
         loss: Tensor = super().training_step(*arguments, **options)
         if self.strategy.local_steps is not None and self.strategy.local_steps.elastic is not None:
             step = members(self.model).step
@@ -281,7 +281,7 @@ class ShardingTrainer(Trainer):
         try:
             super()._save_checkpoint(*arguments, **options)
         finally:
-            self._saves_checkpoint, self._marked_save = False, None  # a failed save keeps its mark
+            self._saves_checkpoint, self._marked_save = False, None  # a failed save stays marked
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -303,10 +303,10 @@ class ShardingTrainer(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as ``from_pretrained`` reads it, or adapters as PEFT reads them. Collective.
 
-        If state dicts are sharded, Trainer itself saves no such file. Here only checkpoints without adapters lack it.
+        With sharded state dicts, Trainer saves no such file; this method does, but not in checkpoints without adapters.
         """
         # Trainer records a checkpoint as the best one only if its folder exists. Without this line, the first write
-        # makes the folder, and other ranks may look for it before.
+        # makes the folder, and other ranks may look for the folder too early.
         if (folder := output_dir or self.args.output_dir) is not None:
             os.makedirs(folder, exist_ok=True)
         if self._saves_checkpoint and output_dir is not None and not self.args.save_only_model:

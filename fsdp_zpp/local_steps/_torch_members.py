@@ -29,16 +29,16 @@ from fsdp_zpp.strategy.local_steps import Elastic
 #
 # [Note: Decisions]
 # If a member is lost during an exchange, some of the others have received all changes and some have not. So received
-# changes are tentative until the store holds a decision. Each node that has received all of them raises a counter in
+# changes are tentative until the store holds a decision. Each node that has received all changes raises a counter in
 # the store, and the node that completes the count writes "commit". A node that fails, or waits for too long, writes
 # "retry": nodes then meet again without the lost ones, and repeat the exchange. The store takes only the first
 # decision, and all nodes obey it. A node that was suspended finds the decision, and then a round without itself.
 #
 # [Note: One round at a time]
-# Nodes that wait to join may take all members of a round for lost, although these are only slow, and begin another
-# round. Two rounds without a common member would then commit to exchanges side by side. So each round first closes the
-# earlier ones: it decides "retry" for their next exchange. An exchange under way in an earlier round is either decided
-# before that, or never commits.
+# Nodes that wait to join may take slow members of a round for lost, and begin another round without any of them.
+# Two rounds without a common member would then commit to exchanges side by side. So each round first closes the earlier
+# ones: it decides "retry" for their next exchange. An exchange under way in an earlier round is either decided before
+# that, or never commits.
 
 
 class Decisions:
@@ -55,7 +55,7 @@ class Decisions:
             at = self._store.add(f"{number}/committed", 0)  # the count may lag behind the decisions
             while self._first_decision(number, at, "retry") == "commit":
                 at += 1
-        self._store.set("closed", str(self._round))  # lowering a later round's number only costs time
+        self._store.set("closed", str(self._round))  # if a later round wrote a higher one, this only costs time
 
     def decide(self, *, failed: bool) -> bool:
         """Return whether all members commit to the next exchange; every member calls it, and all get the same answer.
@@ -71,18 +71,18 @@ class Decisions:
             self._first_decision(self._round, at, "commit") == "commit"
         ):
             self._store.add(f"{self._round}/committed", 1)
-        with suppress(RuntimeError):  # if nobody decides in time, this one does
+        with suppress(RuntimeError):  # if nobody decides in time, this member does
             self._store.wait([f"{key}/decision"], self._timeout)
         return self._first_decision(self._round, at, "retry") == "commit"
 
     def _first_decision(self, number: int, at: int, decision: str) -> str:
-        """Record a decision on an exchange unless there is one; return the one that holds."""
+        """Record ``decision`` on an exchange unless one is recorded already; return the recorded one."""
         return self._store.compare_set(f"{number}/{at}/decision", "", decision).decode()
 
 
 # ---- group of store
 #
-# Process groups across jobs: their processes meet in a store of their own.
+# Process groups of ranks of several jobs, which meet in a store that belongs to no job.
 #
 # torch's public functions make groups of one job's ranks. The private helper behind them accepts any store and name.
 
@@ -96,7 +96,7 @@ def group_of_store(store: dist.Store, name: str, rank: int, size: int, timeout: 
         RuntimeError: If a member is missing, or can't be reached.
     """
     # Gloo's sockets fail when a member is gone; communicators of GPUs may hang instead. The list of ranks stays empty:
-    # torch would look for this job's rank numbers in it.
+    # torch would take its entries for ranks of this job.
     make: Any = distributed_c10d._new_process_group_helper
     group, _ = make(size, rank, [], "gloo", store, name, timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
@@ -110,11 +110,11 @@ def group_of_store(store: dist.Store, name: str, rank: int, size: int, timeout: 
 # The rendezvous of torch.distributed.elastic, for nodes that are separate jobs.
 
 HEARTBEATS = 3
-"""A node that misses this many heartbeats is lost to the others."""
+"""A node that misses this many heartbeats counts as lost."""
 
 
 class Round(NamedTuple):
-    """The nodes that have met at one rendezvous: the round's number, which grows, this node's number, and the count."""
+    """A meeting of nodes: the round's number, which grows, this node's number, and the number of nodes."""
 
     number: int
     node: int
@@ -122,8 +122,8 @@ class Round(NamedTuple):
 
 
 class Rendezvous:
-    # A thread sends heartbeats through ``store``. A client of the store that waits would delay them, so ``store`` is a
-    # client that nothing else uses.
+    # A thread sends heartbeats through ``store``. A wait in the same client would delay the heartbeats, so nothing else
+    # uses this client.
     def __init__(self, config: Elastic, store: dist.Store) -> None:
         self._store = store
         seconds = timedelta(seconds=1)
@@ -146,18 +146,18 @@ class Rendezvous:
         self._handler._bootstrap_store_info = RendezvousStoreInfo("", 0)
 
     def next_round(self) -> Round:
-        """Meet other nodes for a new round; the round before ends.
+        """Meet other nodes for a new round; the previous round ends.
 
         Raises:
             RendezvousClosedError: If the training has ended.
-            RendezvousTimeoutError: If too few come in time.
+            RendezvousTimeoutError: If too few nodes come in time.
             RendezvousConnectionError: If the store can't be reached.
         """
         info = self._handler.next_rendezvous()
         return Round(self._handler._state_holder.state.round, info.rank, info.world_size)
 
     def is_over(self, round_: Round) -> bool:
-        """Return whether nodes have to meet again because others wait to join a round, or some have left it."""
+        """Return whether nodes have to meet again: others wait to join, or some have left ``round_``."""
         waiting = self._handler.num_nodes_waiting()  # reads the state again
         state = self._handler._state_holder.state
         # The other nodes may have missed this node's heartbeats, and gone on without it.
@@ -183,7 +183,7 @@ class Rendezvous:
 logger = logging.getLogger("fsdp_zpp")
 
 MOST_FAILURES = 10
-"""A node gives up after more failures in a row than this; losses of nodes explain fewer."""
+"""A node gives up after more failures in a row than this; lost nodes alone cause fewer."""
 _PIECE = 1 << 24  # bytes in one broadcast, so that the timeout does not apply to a whole model at once
 T = TypeVar("T")
 
@@ -191,7 +191,7 @@ T = TypeVar("T")
 class Members:
     """Nodes that train together now, as one of them sees them. Methods are collective over the node's ranks by default.
 
-    ``mesh`` has one rank of each member, the one with this local index; None while this node is not a member.
+    ``mesh`` has one rank of each member, the one with this rank's local index; None while this node is not a member.
     """
 
     def __init__(self, config: Elastic, node: ProcessMesh, model: str) -> None:
@@ -307,7 +307,7 @@ class Members:
         return values
 
     def send(self, state: object, source: int, *, needed: bool) -> Any:
-        """Send ``state`` from the member ``source`` to the others; return it where it is ``needed``, elsewhere None.
+        """Send ``state`` from the member ``source`` to the others; return it on others with ``needed``, elsewhere None.
 
         Collective over ``mesh``, not over the node's ranks. Raises a RuntimeError if a member is lost.
         """

@@ -1,7 +1,7 @@
-"""Predicted time of a step: communication, computation, and what the CPU takes to launch them.
+"""Predicted time of a step: communication, computation, and the time in which the CPU launches them.
 
-The rule is PaRO's (section 3), T = max(t_comm, t_comp), with the CPU as a third: whichever takes longest hides the
-others. Computation is FLOPs over FLOP/s: 6 a trainable parameter and token, 4 a frozen one. Recomputation, the
+The rule is PaRO's (section 3), T = max(t_comm, t_comp), with the CPU's time as a third: the longest hides the others.
+Computation takes 6 FLOPs for each trainable parameter and token, and 4 for each frozen one. Recomputation, the
 optimizer, and the share of attention that grows with the sequence are left out.
 """
 
@@ -18,15 +18,15 @@ from .model_size import Case
 
 # ---- node size
 #
-# Ranks that count as a node, and the links that hops take, where links inside a machine are slow.
+# The ranks that count as a node, and the links that a hop uses, if links inside a machine are slow.
 #
-# Training has the same rule, [Note: Links] in strategy/strategy.py. On several machines with slow links, the planner
-# compares two node sizes: a machine, and one GPU. A hop between nodes of one GPU uses two kinds of links: those inside
-# the machine, and those out of it.
+# Training follows the same rule, [Note: Links] in strategy/strategy.py. On several machines with slow links, the
+# planner compares two node sizes: a machine, and one GPU. A hop between nodes of one GPU uses two kinds of links:
+# those inside the machine, and those out of it.
 
 
 def strategy_topology(strategy: Strategy, cluster: Cluster) -> Topology:
-    """Return the layout of the ranks under ``strategy``, whose nodes may be parts of machines, the cluster's nodes."""
+    """Return the layout of ranks in the strategy's nodes, which may be parts of the cluster's nodes (machines)."""
     gpus = 1 if splits_machine(strategy, cluster) else strategy.gpus_per_node or cluster.gpus_per_node
     return Topology(cluster.topology.world, gpus)
 
@@ -40,7 +40,7 @@ def splits_machine(strategy: Strategy, cluster: Cluster) -> bool:
 def on_machines(hops: Volume, seen: Topology, ranks: Topology) -> Volume:
     """Return the bytes that leave a rank's machine (``inter``), and those that do not (``intra``).
 
-    ``hops`` has the bytes by the strategy's nodes, ``seen``. Machines, ``ranks``, are as large as these or larger.
+    ``hops`` counts them by the strategy's nodes (``seen``). A machine (a node of ``ranks``) has one or more of these.
     """
     if seen.nodes == 1 or seen == ranks:
         return hops
@@ -108,8 +108,8 @@ def _seconds(nbytes: int, gbps: float | None) -> float:
 def _computation(case: Case) -> float:
     """Return the seconds of forward and backward.
 
-    Per parameter and token they take 2 FLOPs for the output, 2 for the gradient of the input and, if the parameter is
-    trainable, 2 for its own gradient. In a mixture of experts, only the experts that a token is routed to count.
+    A parameter takes, per token, 2 FLOPs for the output, 2 for the gradient of the input and, if it is trainable,
+    2 for its own gradient. In a mixture of experts, only the experts that a token is routed to count.
     """
     size, work = case.size, case.work
     if work.tokens is None or work.tflops is None:

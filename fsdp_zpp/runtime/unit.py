@@ -71,7 +71,7 @@ def encodes_itself(parameter: Tensor) -> bool:
 
 def packed(parameters: Iterable[tuple[K, Tensor]]) -> dict[K, Tensor]:
     """Return the parameters that hold packed values, by the keys that they come with."""
-    # Most are plain: calling is_packed on each of them would take a third of the time that sharding a module takes.
+    # Most parameters are plain: calling is_packed on each would take a third of the time that sharding a module takes.
     candidates = ((key, p) for key, p in parameters if type(p) is not nn.Parameter or "quant_state" in vars(p))
     return {key: parameter for key, parameter in candidates if is_packed(parameter)}
 
@@ -132,7 +132,7 @@ def warn_of_unmatched(root: nn.Module, model: str, patterns: Iterable[str]) -> N
 
 _ATTRIBUTE = "_fsdp_zpp_unit"
 COMMUNICATORS = "_fsdp_zpp_parts"
-"""Attribute of a module: the frozen bases of its weights. They communicate, but are not units."""
+"""Attribute of a module that holds the frozen bases of its weights; bases communicate, but are not units."""
 
 
 class Communicator(Protocol):
@@ -146,7 +146,7 @@ Checksums = Mapping[str, tuple[str, int]]
 
 
 class Loaded(Protocol):
-    """Codec state from a checkpoint, before it is known whether it belongs to the weights; see checkpoint.py."""
+    """Codec state from a checkpoint, not checked yet against the weights; see checkpoint.py."""
 
     @property
     def saved_with(self) -> Mapping[ParameterUnit, Checksums]: ...
@@ -185,7 +185,7 @@ def attach(module: nn.Module, unit: ParameterUnit, path: str = "") -> None:
 
 def units_of(module: nn.Module) -> Mapping[ParameterUnit, str]:
     """Return the units attached to ``module`` itself, with their paths within it."""
-    # vars, not getattr: FSDP1 forwards attributes that it lacks to the module it wraps, which may have another unit.
+    # vars, not getattr: FSDP1 looks up attributes that it lacks in the module it wraps, which may have another unit.
     units: Mapping[ParameterUnit, str] = vars(module).get(_ATTRIBUTE, {})
     return units
 
@@ -195,7 +195,7 @@ def unit_of(module: nn.Module) -> ParameterUnit | None:
 
 
 def named_units(model: nn.Module) -> dict[ParameterUnit, str]:
-    """Return the units of a model, outermost first, with their names; a unit with several names has the first."""
+    """Return the units of a model, outermost first, with their names; a unit with several names gets the first."""
     names: dict[ParameterUnit, str] = {}
     for name, module in model.named_modules():
         for unit, path in units_of(module).items():
@@ -204,7 +204,7 @@ def named_units(model: nn.Module) -> dict[ParameterUnit, str]:
 
 
 class StrategyUnit:
-    """A unit under a :class:`Strategy`, in either adapter."""
+    """A unit under a :class:`Strategy`, with either FSDP."""
 
     def __init__(self, strategy: Strategy, ranks: ProcessMesh) -> None:
         self.strategy = strategy
@@ -216,11 +216,11 @@ class StrategyUnit:
         self.sharded = Sharded()
         self.loads = 0
         self.loaded_state: Loaded | None = None
-        # No codec may touch packed values. Weights that encode themselves are gathered as the bytes that they encode
-        # to. A stock unit is left to torch altogether.
+        # packed: no codec may encode the values. encodes_itself: the weights are gathered as the bytes that they encode
+        # themselves to. stock: the unit is left to torch altogether.
         self.packed = self.encodes_itself = self._in_place_of_torch = self.stock = False
         self.gather = self._make_gather()
-        self.left_unquantized: dict[str, tuple[str, ...]] = {}  # names of frozen parameters, by the reason
+        self.left_unquantized: dict[str, tuple[str, ...]] = {}  # names of frozen parameters by reason
         self.patterns: tuple[str, ...] = ()  # of the overrides in the call that shards the unit
         self.keep_unsharded = self.gather is not None and self.scopes.parameters == "N"
         self.reductions = StepReductions(ranks, self.resolved, local_steps, self.traffic)
@@ -229,7 +229,7 @@ class StrategyUnit:
         hear_of_loads(self)
 
     def _make_gather(self) -> WeightGather | None:
-        """Return the gather of its weights; None if torch's own all-gather does the same, or none is needed."""
+        """Return the gather of the unit's weights; None if torch's all-gather does the same, or no gather is needed."""
         if self.scopes.optimizer == "N":
             return None
         # Under the optimizer scope I each node has all shards, so there is no inter-node hop.
@@ -243,7 +243,7 @@ class StrategyUnit:
         return WeightGather(mesh, self.resolved.weights, self.scopes.parameters == "I", self.traffic)
 
     def leave_weights_uncoded(self, *, in_place_of_torch: bool = False) -> None:
-        """Gather weights without a codec; ``in_place_of_torch`` replaces torch's, too. Call before the first gather."""
+        """Gather without a codec; ``in_place_of_torch`` replaces torch's gather, too. Call before the first gather."""
         self.packed, self._in_place_of_torch = True, in_place_of_torch
         # Packed values that don't encode themselves are a frozen base: see [Note: Links] in strategy.py.
         if self.ranks.by_links and not self.encodes_itself:

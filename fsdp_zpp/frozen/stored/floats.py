@@ -1,4 +1,4 @@
-"""Stored floats: fp8, mxfp4, and bitsandbytes' four bits."""
+"""Formats of stored floats: fp8, mxfp4, and bitsandbytes' 4-bit codes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TABLES = {"nf4": LEVELS, "fp4": (*_FP4, *(-level for level in _FP4))}
 
 
 def unpack_4_bits(octets: Tensor, kind: str) -> Tensor:
-    """Unpack codes of ``kind``, ``mxfp4`` or a key of ``TABLES``, to fp32: [..., bytes] to [..., bytes * 2]."""
+    """Unpack codes to fp32: [..., bytes] to [..., bytes * 2]; ``kind`` is ``mxfp4`` or a key of ``TABLES``."""
     # Look up both codes of a byte at once, in half the time of two look-ups.
     return torch.nn.functional.embedding(octets.int(), _pairs(kind, octets.device)).flatten(-2)
 
@@ -66,8 +66,8 @@ def _pairs(kind: str, device: torch.device) -> Tensor:
 #
 # Matrices in fp8, with a scale for each block (DeepSeek's ``weight_scale_inv``), for each row, or for the whole matrix.
 #
-# ``value = code * scale`` in fp32, rounded once. Names and values are those of transformers'
-# ``integrations.finegrained_fp8``. Scales in e8m0, powers of two in a byte, are kept as fp32.
+# ``value = code * scale`` in fp32, rounded once. Tensor names and decoded values are those of
+# transformers' ``integrations.finegrained_fp8``. Scales in e8m0, powers of two in a byte, are kept as fp32.
 #
 # The configuration states how many rows and columns share a scale (:func:`_stated_block`):
 #
@@ -77,11 +77,11 @@ def _pairs(kind: str, device: torch.device) -> Tensor:
 # strategy ``tensor``                                                         a matrix
 # ==========================================================================  ======================
 #
-# The shapes must fit the configuration. If it states nothing, a single scale applies to the whole matrix. If there are
-# as many scales as rows, each applies to a row.
+# The shapes must fit the configuration. If it states nothing, there must be one scale for the
+# whole matrix, or one for each row.
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
-_E8M0 = (torch.float8_e8m0fnu, torch.uint8)  # scales that are powers of two; uint8 has their bits
+_E8M0 = (torch.float8_e8m0fnu, torch.uint8)  # scales that are powers of two; uint8 holds the bits of e8m0
 _SCALES = (torch.float32, torch.bfloat16, torch.float16, *_E8M0)
 _SUFFIXES = ("_scale_inv", "_scale")
 _UNBLOCKED = 128  # rows in a group if the whole matrix has one scale
@@ -111,7 +111,7 @@ COMPRESSED_SETTINGS: Known = {
     **dict.fromkeys(("run_compressed", "dequantize", "use_optimized_inference")),
     "config_groups": None,  # read below
     "format": ("float-quantized", "dense"),
-    # In any of these states, files may hold codes. Plain weights that have scales are refused by _refuse_unread.
+    # In any of these states, files may hold codes. _refuse_unread refuses scales of plain weights.
     "quantization_status": ("initialized", "calibration", "frozen", "compressed"),
     "transform_config": (),
     "sparsity_config": (),
@@ -189,7 +189,7 @@ class Fp8(StoredFormat):
 
 
 def _stated_block(config: Settings) -> Block | None:
-    """Return how many rows and columns share a scale by the configuration; None if it does not say."""
+    """Return how many rows and columns share a scale, as the configuration states; None if it does not state it."""
     if config.get("quant_method") != COMPRESSED:
         return (1, None) if config.get("quant_method") == "fbgemm_fp8" else block_size(config, "weight_block_size")
     groups, stated = setting(config, "config_groups", dict) or {}, set[Block | None]()
@@ -250,7 +250,7 @@ def _check_dtypes(key: str, dtype: torch.dtype, scale: str, tensors: StoredTenso
         refuse_misfit(key, dtype, f"{code_name}, as config.json says in fmt")
     if (scales := tensors.dtype(scale)) not in _SCALES:
         refuse_misfit(scale, scales, "fp32, bf16, fp16 or e8m0")
-    # compressed-tensors has e8m0 only in formats that are refused; in the others, uint8 means plain numbers.
+    # compressed-tensors has e8m0 scales only in formats that are refused; elsewhere, its uint8 means plain numbers.
     if scales in _E8M0 and (config.get("quant_method") not in (None, "fp8") or scale_name == "float"):
         refuse_misfit(scale, scales, "fp32, bf16 or fp16, by config.json")
 
@@ -263,8 +263,8 @@ def _fp32(scales: Tensor) -> Tensor:
 #
 # Stacks of matrices in mxfp4, as gpt-oss stores its experts. A stack [experts, in, out] is stored transposed:
 #
-# - ``*_blocks``, uint8 [experts, out, in / 32, 16]: 32 neighbouring inputs are a block, two in a byte;
-# - ``*_scales``, uint8 [experts, out, in / 32]: the scale of each block in e8m0, its exponent plus 127, or 255 for NaN.
+# - ``*_blocks``, uint8 [experts, out, in / 32, 16]: 32 neighbouring inputs are a block, two codes in a byte;
+# - ``*_scales``, uint8 [experts, out, in / 32]: each block's scale in e8m0: the exponent plus 127, or 255 for NaN.
 #
 # A group is 32 neighbouring inputs of a matrix, with all outputs: blocks [out, 16] and scales [out].
 
@@ -301,7 +301,7 @@ class Mxfp4(StoredFormat):
         values: dict[str, list[Tensor]] = {"blocks": [], "scales": []}
         while first < last:
             matrix, begin = divmod(first, per_matrix)
-            # At the start of a matrix, take all whole matrices before ``last``; otherwise, the rest of this one.
+            # At the start of a matrix, take all whole matrices before ``last``; otherwise, stay within this matrix.
             whole = max(1, (last - first) // per_matrix) if begin == 0 else 1
             end = min(per_matrix, begin + last - first)
             for name, pieces in values.items():
@@ -319,7 +319,7 @@ class Mxfp4(StoredFormat):
 #
 # Weights that bitsandbytes stores in blocks of 4-bit codes, nf4 or fp4, as for QLoRA.
 #
-# Names and values are those of ``bitsandbytes.functional``: ``QuantState.as_dict`` and ``dequantize_4bit``. Quantized
+# Tensor names are those of bitsandbytes' ``QuantState.as_dict``, decoded values those of ``dequantize_4bit``. Quantized
 # scales (``bnb_4bit_use_double_quant``) are decoded, and kept as fp32.
 
 BITSANDBYTES_SETTINGS: Known = {
@@ -344,7 +344,7 @@ class FourBit(StoredFormat):
 
     Attributes:
         nested_block: The number of quantized scales that share a scale; 0 if scales are fp32.
-        offset: The number to add to each quantized scale once it is decoded.
+        offset: The number to add to each scale after decoding it.
     """
 
     name: ClassVar[str] = "bitsandbytes"
@@ -431,7 +431,7 @@ class FourBit(StoredFormat):
         return self.layout.pack(last - first, codes=codes, scale=scales)
 
     def _nested(self, parts: Parts, scales: Tensor, first: int) -> Tensor:
-        """Return the fp32 values of quantized scales; ``first`` is the index of the first one in the weight."""
+        """Return the fp32 values of quantized scales; ``first`` is the index of ``scales[0]`` in the weight."""
         size = self.nested_block
         of = torch.arange(first, first + len(scales), device=scales.device) // size - first // size
         absmax = parts["nested_absmax"][first // size : -(-(first + len(scales)) // size)]
@@ -442,7 +442,7 @@ class FourBit(StoredFormat):
 
     @cached_property
     def codec(self) -> Codec:
-        # NF4 has the same codes and scales, and a kernel that decodes them.
+        # This library's NF4 has the same codes and scales, and a kernel that decodes them.
         if self.kind == "nf4" and MIN_BLOCK <= self.block <= MAX_BLOCK and importlib.util.find_spec("bitsandbytes"):
             return NF4(self.block)
         return super().codec
