@@ -48,7 +48,7 @@ def stand_in(module: nn.Module, values: Values, memo: dict[nn.Module, nn.Module]
     memo[module] = copied
     full = values.get(module, {})
     for name, value in vars(module).items():
-        if name not in full:  # a name in ``full`` is a tensor that FSDP has gathered
+        if name not in full:  # otherwise, ``value`` is a tensor that FSDP has gathered
             vars(copied)[name] = copy.copy(value) if isinstance(value, (list, dict, set)) else value
     copied._parameters.update({name: nn.Parameter(tensor, requires_grad=False) for name, tensor in full.items()})
     copied._modules.update(
@@ -254,8 +254,8 @@ def active_adapter_tensors(model: nn.Module) -> list[TensorOfModel]:
 
     Raises:
         ImportError: If peft is not installed.
-        ValueError: If there is no PEFT model, or not exactly one active adapter, or if PEFT would compute
-            tensors for the adapter's files, instead of copying parameters.
+        ValueError: If there is no PEFT model, or not exactly one active adapter, or if PEFT computes some
+            tensors of the adapter's files from its parameters.
     """
     peft_model: Any = peft_model_in(model)
     from peft import get_peft_model_state_dict
@@ -269,12 +269,12 @@ def active_adapter_tensors(model: nn.Module) -> list[TensorOfModel]:
     prefix = path_of(peft_model, model)
     tensors = adapter_tensors(model, peft_model)
     by_name = {name.removeprefix(prefix): tensor for tensor in tensors for name in tensor.names}
-    # PEFT renames a state dict of meta tensors, which shows the names in its files.
+    # PEFT selects and renames entries of a state dict of meta tensors, as it does for its files.
     state = {name: torch.empty(tensor.full.shape, device="meta") for name, tensor in by_name.items()}
     tensor_of = {id(value): by_name[name] for name, value in state.items()}
     if not peft_model.peft_config[active[0]].is_prompt_learning:
         with as_plain(peft_model, {}):
-            # With save_embedding_layers, PEFT would add frozen embeddings, and access the network to compare them.
+            # With save_embedding_layers, PEFT may add frozen embeddings, and access the network to compare them.
             files: dict[str, Tensor] = get_peft_model_state_dict(
                 peft_model, state_dict=state, adapter_name=active[0], save_embedding_layers=False
             )
@@ -336,11 +336,11 @@ def gathered_weights(
     its former name. Entries ``_extra_state`` are left out. The tensors are yours: nothing else refers to them.
 
     A few tensors are gathered at a time, the next ones while you use the current one. Together with the current one
-    they take at most the memory of the largest unit, or of two tensors if that is more. Tensors that you
-    keep come on top, as do, with ``merged``, the copies that PEFT makes of one weight.
+    they take at most the memory of the largest unit, or of two tensors if that is more. Tensors that you keep come on
+    top, as do, with ``merged``, the copies that PEFT makes of one weight.
 
     All ranks must iterate to the end, or leave at the same tensor. Don't change the model meanwhile. With local steps
-    each node hands out its own weights, as in state dicts; within :func:`agreed_weights`, all hand out the same.
+    each node hands out its own weights, as in state dicts; within :func:`agreed_weights`, all hand out the agreed ones.
 
     Args:
         model: A model, sharded by either FSDP or not.

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 # Patches PEFT to add adapters to a quantized base, and ``save_pretrained`` not to save a part of a model.
 #
 # PEFT looks at a model's parameters to find tied weights, targets and word embeddings, and to count elements. Frozen
-# weights are not parameters, since FSDP must not see them. So while a method of ``_LOOKING_AT_PARAMETERS`` runs,
-# modules register their FrozenTensors as parameters.
+# weights are not parameters, since FSDP must not see them. So while a method of ``_LOOKING_AT_PARAMETERS`` runs, the
+# FrozenTensors that modules show are registered as parameters.
 #
 # For ``target_parameters``, PEFT parametrizes a layer during each forward. If the parameter is a frozen weight, PEFT
 # parametrizes a stand-in module instead.
@@ -210,16 +210,16 @@ def save_adapter(
 ) -> None:
     """Save adapters in the files that ``PeftModel.from_pretrained(base, path)`` reads. Collective.
 
-    The model's first rank writes ``adapter_config.json`` and ``adapter_model.safetensors``; each adapter
-    but ``"default"`` goes to a subfolder of its name. The files can be read on any number of GPUs. The model in memory
-    does not change.
+    The model's first rank writes ``adapter_config.json`` and ``adapter_model.safetensors``; each adapter but
+    ``"default"`` goes to a subfolder of its name. The files can be read on any number of GPUs. The model in memory does
+    not change.
 
     Args:
         model: A PEFT model, plain or sharded by either FSDP, or a module that contains one.
         path: The folder.
         adapters: Names of adapters. Default: all.
-        process_group: The ranks of the model; the first one writes. Default: the ranks that shard the model,
-            or all ranks if it is not sharded.
+        process_group: The ranks of the model; the first one writes. Default: the ranks that shard the model, or
+            all ranks if it is not sharded.
         **options: Further arguments of ``PeftModel.save_pretrained``.
 
     Raises:
@@ -373,7 +373,7 @@ class DecodedWeight(FullTensor):
     def finish(self, out: Tensor | None, dtype: torch.dtype | None, to: int | None) -> Tensor | None:
         weight, device = self.weight, self.weight.device
         group = weight.placement.mesh.group
-        if device.type == "cpu" and group is not None:  # codes stay there until a forward
+        if device.type == "cpu" and group is not None:  # codes stay on the CPU until a forward
             device = collective_device(group)
         if not gets(to):
             weight.holder.gathered_payload(weight, device)  # collective
@@ -390,7 +390,7 @@ def decoded_weights_of(module: nn.Module) -> dict[str, DecodedWeight]:
 # Adds quantized weights to state dicts while a framework saves a model, and removes them while it loads one.
 #
 # Quantized weights are in no state dict. But a framework that writes a whole model to one file takes weights only from
-# state dicts, and FullyShardedDataParallel refuses to load the names of quantized weights.
+# state dicts, and FullyShardedDataParallel refuses to load names that it does not know.
 
 
 def quantized_names(model: nn.Module) -> set[str]:

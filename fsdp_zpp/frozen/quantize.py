@@ -320,7 +320,7 @@ class ReadTensors:
 def put_in(
     model: nn.Module, selection: Selection, group: dist.ProcessGroup | None, read: Callable[[], ReadTensors]
 ) -> FrozenReport:
-    """Put the tensors of ``read()`` into ``model``. Its ``encoded`` are in the order of ``selection``. Collective.
+    """Put the tensors that ``read`` returns into ``model``; weights are in the order of the selection. Collective.
 
     If ``read`` raises on any rank, every rank raises.
     """
@@ -417,8 +417,8 @@ def quantize_for(
         device: The device that FSDP moves the module to.
         dtype: The dtype that FSDP computes in.
         broadcast: The group whose first rank has the right values; None if every rank has them.
-        is_part: True if other strategies shard the rest of the module. If so, don't check weights that are already
-            quantized against the nodes of ``mesh``.
+        is_part: True if other strategies shard the rest of the module. Weights that are quantized already are
+            then not checked against the nodes of ``mesh``.
 
     Returns:
         Names of frozen parameters that stay as they are, by the reason.

@@ -148,7 +148,7 @@ def divided_by(group: FSDPParamGroup, dtype: torch.dtype) -> float:
 
 
 def flatten_gradients(group: FSDPParamGroup, params: Sequence[FSDPParam], gradients: Sequence[Tensor | None]) -> Tensor:
-    """Return unsharded gradients in one flat tensor [world * numel], chunk i for rank i; a gradient None is all zeros.
+    """Return unsharded gradients in one flat tensor [world * numel], chunk i for rank i; None stands for zeros.
 
     Layout and dtype are those of torch's reduction, and ``params`` must be in the order of that reduction.
     """
@@ -436,8 +436,8 @@ class StrategyAllGather(AllGather):
 class StrategyReduceScatter(ReduceScatter):
     """Reduces a group's gradient of a step.
 
-    If there are two hops, a call makes only the first. torch calls :meth:`finish` as its all-reduce hook: it makes the
-    second in the all-reduce stream, and then calls the user's own ``hook``.
+    If there are two hops, a call makes only the first. :meth:`finish`, torch's all-reduce hook, makes the second in the
+    all-reduce stream, and then calls the user's own ``hook``.
     """
 
     reductions: StepReductions
@@ -496,7 +496,7 @@ class StrategyAllReduce:
         factor = 1.0
         if (divide_factor := self.group.gradient_divide_factor) is not None:
             # The result is the sum over all ranks, divided by this factor once. Over one rank, torch has divided by it
-            # once already. Where it reduces by sums, it divides once more around them.
+            # once already. With fp16 or forced sums, it divides once more, partly or wholly after this hook.
             around_sum = self.group.force_sum_reduction_for_comms or gradient.dtype == torch.float16
             factor = self.reductions.mesh.topology.world * (divide_factor if around_sum else 1.0)
         divisor = divided_by(self.group, gradient.dtype) if reduce.accumulated.sums is not None else 1.0

@@ -147,7 +147,7 @@ class StrategyPlugin(BasePlugin):
         Raises:
             ValueError: If the trainer has settings that a strategy can't honour; the error says what to do instead.
         """
-        if cfg.fsdp_zpp is None:  # a plugin of an earlier configuration, which axolotl keeps
+        if cfg.fsdp_zpp is None:  # axolotl keeps the plugins of earlier configurations
             return
         from .transformers import use_strategy
 

@@ -21,7 +21,7 @@ from fsdp_zpp.strategy.strategy import Strategy
 
 from ._common import KEY, NO_DEEPSPEED, NO_PACKED_BASE, NO_WHOLE_MATRICES, refuse, refuse_set, require, strategy_of
 
-# No extra of this package installs LLaMA-Factory: it excludes the versions of transformers that a strategy needs.
+# No extra installs LLaMA-Factory: its requirements exclude the versions of transformers that a strategy needs.
 require("llamafactory", "0.9.5", install="see docs/guides/llama-factory-ms-swift.md")
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ TRAINERS = {"pt": "CustomTrainer", "sft": "CustomSeq2SeqTrainer", "dpo": "Custom
 """Name of the trainer in ``llamafactory.train.<stage>.trainer``, by stage."""
 
 DEFAULTS = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}, "use_reentrant_gc": False}
-"""Defaults of arguments; with ``fsdp``, the model stays in CPU memory until it is sharded."""
+"""Defaults for arguments that are left out; with ``fsdp``, the model stays in CPU memory until it is sharded."""
 
 _BACKEND = "it replaces the trainer that shards the model: leave it out"
 _ALTERNATIVES = {

@@ -82,8 +82,8 @@ class AnnouncesWrites(TrainerCallback):
 #
 # TRL's trainers shard reference models in their constructors, and send weights to vLLM. Patched, they use a strategy.
 #
-# TRL's ``prepare_fsdp`` calls torch's ``fully_shard``; each trainer's module imports it by name. ``VLLMGeneration``
-# gets full parameters from its ``_iter_named_params``, both for a server and for an engine in the same process.
+# TRL's ``prepare_fsdp``, which its modules import by name, calls torch's ``fully_shard``. ``VLLMGeneration`` gets full
+# parameters from its ``_iter_named_params``, both for a server and for an engine in the same process.
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
@@ -112,7 +112,7 @@ def prepare_by_strategy(trainer: type) -> None:
 
 
 def _preparing(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Return a function that takes a model and an accelerator, in either order, and shards by the latter's strategy."""
+    """Return a function of a model and an accelerator, in either order, that shards by the accelerator's strategy."""
 
     def prepare(*both: Any) -> nn.Module:
         model, accelerator = sorted(both, key=lambda each: isinstance(each, Accelerator))
@@ -167,13 +167,13 @@ def use_strategy(trainer: T, strategy: Strategy) -> T:
     applies (what to wrap, for example), and checkpoints have full state dicts unless it sets ``state_dict_type``.
 
     Args:
-        trainer: A trainer that has neither trained nor evaluated yet, or a class of trainers. Pass the class
-            for a trainer of TRL whose constructor prepares a reference or teacher model.
+        trainer: A trainer that has neither trained nor evaluated yet, or a class of trainers. Pass the class for
+            a trainer of TRL whose constructor prepares a reference or teacher model.
         strategy: Where each model state lives and how each hop is encoded.
 
     Returns:
         For a trainer, the same object, which now has a subclass of its former class. For a class, a subclass of it,
-        whose instances shard all models that they prepare by ``strategy``.
+        whose instances use ``strategy`` to shard all models that they prepare.
 
     Raises:
         ImportError: If the trainer's settings need a newer accelerate.

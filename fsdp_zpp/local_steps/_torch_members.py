@@ -35,7 +35,7 @@ from fsdp_zpp.strategy.local_steps import Elastic
 # decision, and all nodes obey it. A node that was suspended finds the decision, and then a round without itself.
 #
 # [Note: One round at a time]
-# Nodes that wait to join may take slow members of a round for lost, and begin another round without any of them.
+# Nodes that wait to join may take all members of a round for lost when these are only slow, and begin another round.
 # Two rounds without a common member would then commit to exchanges side by side. So each round first closes the earlier
 # ones: it decides "retry" for their next exchange. An exchange under way in an earlier round is either decided before
 # that, or never commits.
@@ -55,7 +55,7 @@ class Decisions:
             at = self._store.add(f"{number}/committed", 0)  # the count may lag behind the decisions
             while self._first_decision(number, at, "retry") == "commit":
                 at += 1
-        self._store.set("closed", str(self._round))  # if a later round wrote a higher one, this only costs time
+        self._store.set("closed", str(self._round))  # lowering a later round's number only costs time
 
     def decide(self, *, failed: bool) -> bool:
         """Return whether all members commit to the next exchange; every member calls it, and all get the same answer.
@@ -82,7 +82,7 @@ class Decisions:
 
 # ---- group of store
 #
-# Process groups of ranks of several jobs, which meet in a store that belongs to no job.
+# Process groups across jobs: their processes meet in a store that belongs to no job.
 #
 # torch's public functions make groups of one job's ranks. The private helper behind them accepts any store and name.
 

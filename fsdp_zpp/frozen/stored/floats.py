@@ -66,8 +66,8 @@ def _pairs(kind: str, device: torch.device) -> Tensor:
 #
 # Matrices in fp8, with a scale for each block (DeepSeek's ``weight_scale_inv``), for each row, or for the whole matrix.
 #
-# ``value = code * scale`` in fp32, rounded once. Tensor names and decoded values are those of
-# transformers' ``integrations.finegrained_fp8``. Scales in e8m0, powers of two in a byte, are kept as fp32.
+# ``value = code * scale`` in fp32, rounded once. Tensor names and decoded values are those of transformers'
+# ``integrations.finegrained_fp8``. Scales in e8m0, powers of two in a byte, are kept as fp32.
 #
 # The configuration states how many rows and columns share a scale (:func:`_stated_block`):
 #
@@ -77,8 +77,8 @@ def _pairs(kind: str, device: torch.device) -> Tensor:
 # strategy ``tensor``                                                         a matrix
 # ==========================================================================  ======================
 #
-# The shapes must fit the configuration. If it states nothing, there must be one scale for the
-# whole matrix, or one for each row.
+# The shapes must fit the configuration. If it states nothing, there must be one scale for the whole matrix, or one
+# for each row.
 
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 _E8M0 = (torch.float8_e8m0fnu, torch.uint8)  # scales that are powers of two; uint8 holds the bits of e8m0
@@ -264,7 +264,7 @@ def _fp32(scales: Tensor) -> Tensor:
 # Stacks of matrices in mxfp4, as gpt-oss stores its experts. A stack [experts, in, out] is stored transposed:
 #
 # - ``*_blocks``, uint8 [experts, out, in / 32, 16]: 32 neighbouring inputs are a block, two codes in a byte;
-# - ``*_scales``, uint8 [experts, out, in / 32]: each block's scale in e8m0: the exponent plus 127, or 255 for NaN.
+# - ``*_scales``, uint8 [experts, out, in / 32]: each block's scale in e8m0 (its exponent plus 127, or 255 for NaN).
 #
 # A group is 32 neighbouring inputs of a matrix, with all outputs: blocks [out, 16] and scales [out].
 
@@ -319,8 +319,8 @@ class Mxfp4(StoredFormat):
 #
 # Weights that bitsandbytes stores in blocks of 4-bit codes, nf4 or fp4, as for QLoRA.
 #
-# Tensor names are those of bitsandbytes' ``QuantState.as_dict``, decoded values those of ``dequantize_4bit``. Quantized
-# scales (``bnb_4bit_use_double_quant``) are decoded, and kept as fp32.
+# Tensor names are those of ``QuantState.as_dict`` in ``bitsandbytes.functional``, values those of ``dequantize_4bit``.
+# Quantized scales (``bnb_4bit_use_double_quant``) are decoded, and kept as fp32.
 
 BITSANDBYTES_SETTINGS: Known = {
     **dict.fromkeys(("quant_method", "load_in_4bit", "_load_in_4bit")),
@@ -344,7 +344,7 @@ class FourBit(StoredFormat):
 
     Attributes:
         nested_block: The number of quantized scales that share a scale; 0 if scales are fp32.
-        offset: The number to add to each scale after decoding it.
+        offset: The number to add to each quantized scale after decoding it.
     """
 
     name: ClassVar[str] = "bitsandbytes"
