@@ -26,10 +26,10 @@ from .weight import Base, FrozenWeight, out_of_inference_mode
 
 # ---- sharded
 #
-# Finds the parameters that FSDP has sharded: they can't be quantized any more.
+# Finds the parameters that FSDP has sharded, which can't be quantized any more.
 #
-# ``fully_shard`` makes a parameter a ``DTensor``. ``FullyShardedDataParallel`` flattens parameters: with
-# ``use_orig_params=True`` modules keep parameters, in another shape; otherwise one flat parameter takes their place.
+# ``fully_shard`` makes a parameter a ``DTensor``. ``FullyShardedDataParallel`` flattens parameters: modules keep flat
+# views of them with ``use_orig_params=True``; otherwise one flat parameter replaces them.
 
 # The parameters of a module by name, with their shapes before sharding.
 Shown = dict[str, tuple[nn.Parameter, torch.Size]]
@@ -50,7 +50,7 @@ def sharded_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
 
 
 def _flattened_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
-    """Return the parameters that FSDP1 has flattened in each module; modules may not have them as attributes now."""
+    """Return each module's parameters that FSDP1 has flattened, even if they are no longer attributes of the module."""
     parameters: dict[nn.Module, Shown] = {}
     instances: list[Any] = FullyShardedDataParallel.fsdp_modules(model)
     for instance in instances:
@@ -67,16 +67,16 @@ def _flattened_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
 
 # ---- functional
 #
-# Linear layers and embeddings. They dequantize a frozen weight in the forward and again in the backward, and don't
-# save its values.
+# Linear layers and embeddings with a frozen weight. A linear layer dequantizes the weight in the forward and again in
+# the backward, so autograd saves none of its values.
 
 Frozen: TypeAlias = "FrozenWeight | FrozenTensor"
 
 
-# Dynamo would trace into the gather, and treat its buffers and the unit in them as constants.
+# Dynamo would trace the gather, and fix its buffers, and the unit that they hold then, as constants of the graph.
 @torch.compiler.disable
 def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
-    """Apply ``F.linear`` to ``x`` [..., in] with a frozen weight [out, in], in the dtype of ``x``, or autocast's."""
+    """Apply ``F.linear`` to ``x`` [..., in] with a frozen weight [out, in], in autocast's dtype or that of ``x``."""
     dtype = compute_dtype(x)
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
         return _FrozenLinear.apply(x, bias, weight, dtype)
@@ -84,14 +84,14 @@ def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    # Autocast chooses a dtype in F.linear, but the weight is dequantized to that dtype before.
+    # Autocast would choose the dtype inside F.linear, but the weight is dequantized, to the same dtype, before that.
     return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
 
 
 @torch.compiler.disable
 @torch.no_grad()
 def frozen_embedding(tokens: Tensor, weight: Frozen) -> Tensor:
-    # In the weight's dtype, since tokens are integers.
+    # Use the weight's own dtype: tokens are integers, so the input determines none.
     return F.embedding(tokens, weight.dense(weight.dtype, tokens.device))
 
 
@@ -126,12 +126,12 @@ class _FrozenLinear(torch.autograd.Function):
 # A tensor that a quantized module shows as its ``weight``: it is dequantized when something computes with it.
 #
 # Autograd saves the inputs of an operation for the backward. For a frozen weight it saves this tensor, not the
-# dequantized values, and the backward dequantizes again. Views are recorded, and applied later to the dequantized
-# values, so that autograd saves no values of one expert (``weight[3]``) or of ``weight.transpose(1, 2)`` either.
+# dequantized values, and the backward dequantizes again. A view, such as one expert's ``weight[3]``, is a tensor
+# without values, too: it records the operation, and applies it to the dequantized values.
 
 
 class FrozenTensor(Tensor):
-    """A frozen weight's shape, dtype and device without values; operations dequantize it first. Collective.
+    """A tensor without values, with a frozen weight's shape, dtype and device; operations dequantize it. Collective.
 
     ``views`` are applied in order to the dequantized values; ``like`` has the shape and strides of the result.
     """
@@ -160,7 +160,7 @@ class FrozenTensor(Tensor):
         return self.dense(self.dtype, self.device)
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the weight as a plain tensor, for callers whose operations autograd does not record. Collective."""
+        """Return the weight as a plain tensor; call this only where autograd records nothing. Collective."""
         views = self.views
         if views and len(self.frozen.shape) == 3 and views[0].func is _SELECT and views[0].args[0] == 0:
             dense, views = self.frozen.dense_row(views[0].args[1], dtype, device), views[1:]
@@ -185,7 +185,7 @@ class FrozenTensor(Tensor):
 
     @property
     def data(self) -> FrozenTensor:
-        return self  # it takes no part in autograd
+        return self  # the tensor takes no part in autograd
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -200,8 +200,8 @@ class FrozenTensor(Tensor):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        # Layers are caught here, where each is still one call. In __torch_dispatch__ a linear layer is a transpose and
-        # a matmul, for which the weight would be dequantized in its own dtype rather than the input's.
+        # Handle layers here, where F.linear is still one call. In __torch_dispatch__ it is a transpose and a matmul:
+        # the matmul would dequantize the weight in its own dtype rather than in the input's.
         if func is F.linear and isinstance(weight := _argument(1, "weight", args, kwargs), FrozenTensor):
             bias = _argument(2, "bias", args, kwargs)
             return frozen_linear(_argument(0, "input", args, kwargs), weight if weight.views else weight.frozen, bias)
@@ -242,7 +242,7 @@ class View:
 
 
 _SELECT = torch.ops.aten.select.int
-# The views that modules of experts make. Any other view dequantizes first.
+# The views that experts take of their weights. Any other view dequantizes the weight.
 _VIEWS = (
     torch.ops.aten.detach.default,
     torch.ops.aten.alias.default,
@@ -259,7 +259,7 @@ _VIEWS = (
 def _view(
     func: OpOverload, tensor: FrozenTensor, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> FrozenTensor | None:
-    """Return the view that ``func`` makes of ``tensor``; None if it is not among ``_VIEWS``."""
+    """Return the view that ``func`` makes of ``tensor``; None if ``func`` is not among ``_VIEWS``."""
     if func not in _VIEWS:
         return None
     # On the meta device torch itself works out the shape and strides of the view.
@@ -270,7 +270,7 @@ def _view(
 
 
 def frozen_tensor(frozen: FrozenWeight) -> FrozenTensor:
-    """Return the one tensor that stands for ``frozen``; it is made again once the weight's dtype or device changes."""
+    """Return the tensor that stands for ``frozen``: always the same one, until the weight's dtype or device changes."""
     tensor = frozen.shown() if frozen.shown is not None else None
     if isinstance(tensor, FrozenTensor) and (tensor.dtype, tensor.device) == (frozen.dtype, frozen.device):
         return tensor
@@ -300,7 +300,7 @@ def refuse_training(frozen: FrozenWeight) -> NoReturn:
 
 # ---- modules
 #
-# Modules with frozen weights; their class becomes a subclass of their previous class.
+# Modules with frozen weights. A subclass that mixes in ``FrozenModule`` replaces the class of such a module.
 
 _WEIGHTS = "_fsdp_zpp_frozen"
 _SHOWN = "_fsdp_zpp_shown"
@@ -310,7 +310,7 @@ _Self = TypeVar("_Self", bound=nn.Module)
 
 
 class FrozenModule(nn.Module):
-    """A mixin for the class of a module that has a :class:`FrozenWeight` in place of some of its parameters.
+    """A mixin for modules that have frozen weights (:class:`FrozenWeight`) in place of some parameters.
 
     A frozen weight is neither a parameter nor a buffer, so FSDP does not gather, cast or synchronize it, and it is in
     no state dict.
@@ -322,14 +322,14 @@ class FrozenModule(nn.Module):
         return [weight.base for weight in frozen_weights_of(self).values()]
 
     def __getattr__(self, name: str) -> Tensor | nn.Module:
-        # Python calls this for names that are not in __dict__; names of frozen weights never are.
+        # Python calls this only for names that __dict__ lacks; it lacks those of frozen weights.
         frozen = frozen_weights_of(self).get(name)
         if frozen is None or self._parameters.get(name) is not None:
             return super().__getattr__(name)
         if name in vars(self)[_REPLACED]:
             return vars(self)[_REPLACED][name]()
-        # Tied modules show the same tensor, as before. It lives as long as any of them: each keeps it here, and the
-        # weight has a weak reference.
+        # Tied modules show one tensor, as they had one parameter. It lives as long as any of these modules: each refers
+        # to it here, and the weight has only a weak reference.
         tensor = vars(self)[_SHOWN][name] = frozen_tensor(frozen)
         return tensor
 
@@ -338,7 +338,7 @@ class FrozenModule(nn.Module):
         if name not in frozen:
             super().__setattr__(name, value)
         elif isinstance(value, FrozenTensor) and not value.views:
-            frozen[name] = value.frozen  # ties the module to another weight, as tie_weights does
+            frozen[name] = value.frozen  # ties the module to another weight, as transformers' tie_weights does
         else:
             refuse_writing(frozen[name])
 
@@ -354,7 +354,7 @@ class FrozenModule(nn.Module):
 
     def _apply(self: _Self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Self:
         for frozen in frozen_weights_of(self).values():
-            # An empty tensor shows the dtype and device that fn sets. A cast changes the decoded dtype, not codes.
+            # An empty tensor shows the dtype and device that fn sets. A cast changes the decoded dtype, not the codes.
             sample = fn(torch.empty(0, dtype=frozen.dtype, device=frozen.device))
             frozen.dtype = sample.dtype
             if sample.device != frozen.device:
@@ -367,7 +367,7 @@ class FrozenModule(nn.Module):
             self._parameters.update(shown)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Copy the module with plain, dequantized weights; these may be trained. Collective."""
+        """Copy the module, with its weights dequantized to plain parameters, which may be unfrozen. Collective."""
         plain: nn.Module = nn.Module.__new__(plain_class(self))
         memo[id(self)] = plain  # before attributes are copied: they may refer to the module
         frozen_weights = frozen_weights_of(self)
@@ -394,7 +394,7 @@ def freeze(module: nn.Module, name: str, weight: FrozenWeight) -> None:
 
 
 def unfreeze(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replace a frozen weight by a plain parameter; after the last one, the module gets its old class back."""
+    """Replace a frozen weight by a plain parameter; if no other is left, restore the module's class."""
     frozen = frozen_weights_of(module)
     del frozen[name]
     vars(module)[_SHOWN].pop(name, None)
@@ -421,7 +421,7 @@ def frozen_weights_of(module: nn.Module) -> dict[str, FrozenWeight]:
 
 
 def frozen_sites(model: nn.Module) -> Iterator[tuple[str, FrozenModule, str, FrozenWeight]]:
-    """Yield (path, module, name, weight) of each frozen weight below ``model``; a tied one for each module."""
+    """Yield (path, module, name, weight) of each frozen weight below ``model``; tied weights once per module."""
     for path, module in model.named_modules():
         if isinstance(module, FrozenModule):
             for name, weight in frozen_weights_of(module).items():
@@ -435,7 +435,7 @@ def frozen_modules(model: nn.Module) -> Iterator[tuple[str, FrozenModule, Frozen
 
 def plain_class(module: nn.Module) -> type:
     """Return a frozen module's class without ``FrozenModule`` and without later mixins such as ``FSDPModule``."""
-    if parametrized := list(getattr(module, "parametrizations", ())):  # recorded in a class that would be lost
+    if parametrized := list(getattr(module, "parametrizations", ())):  # they need a class that would be lost
         raise RuntimeError(
             f"{', '.join(parametrized)} of a {type(module).__name__} with quantized weights is parametrized; call "
             "torch.nn.utils.parametrize.remove_parametrizations on it before you dequantize or copy the module"
@@ -444,14 +444,14 @@ def plain_class(module: nn.Module) -> type:
     return frozen.__bases__[1]
 
 
-@functools.cache  # modules of one class must get one class; there are few classes of layers
+@functools.cache  # so that modules of one class get one frozen class; the cache stays small
 def _frozen_class(cls: type[nn.Module]) -> type[nn.Module]:
     members: dict[str, object] = {"__module__": cls.__module__}
     if cls.forward is nn.Linear.forward:  # other forwards compute with a FrozenTensor
         members["forward"] = _linear_forward
     elif not issubclass(cls, (nn.Linear, nn.Embedding)):
-        # Experts compute with torch's own functions on FrozenTensors, which Dynamo must not trace. So their forward is
-        # hidden from it as a whole, as frozen_linear is.
+        # Experts call torch's own functions on FrozenTensors, and Dynamo must not trace these calls. So Dynamo skips
+        # their whole forward, as it skips frozen_linear.
         members["forward"] = functools.wraps(cls.forward)(torch.compiler.disable(cls.forward))
     return type(f"Frozen{cls.__name__}", (FrozenModule, cls), members)
 
@@ -476,15 +476,15 @@ def _replaced_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 # ---- packed linear
 #
-# Takes over weights that another library has packed in memory: those of bitsandbytes' ``Linear4bit``.
+# Takes over weights that bitsandbytes' ``Linear4bit`` has packed in memory.
 #
-# They are decoded to fp32 and quantized again, or kept as stored. Quantizing in ``NF4`` gives the same codes and scales
-# if bitsandbytes used nf4 in blocks of the same size.
+# They are decoded to fp32 and quantized again, or kept as stored. Quantizing again as ``NF4`` gives the same codes and
+# scales if bitsandbytes used nf4 in blocks of the same size.
 
 
 def packed_linear(parameter: nn.Parameter, modules: Sequence[nn.Module]) -> StoredWeight | None:
     """Return the packed weight that ``modules`` share; None if it is plain, or packed in an unknown way."""
-    # Exactly this class, since a subclass may compute something else.
+    # Compare the exact class, since a subclass may compute something else.
     if any((type(m).__module__.partition(".")[0], type(m).__name__) != ("bitsandbytes", "Linear4bit") for m in modules):
         return None
     states = (getattr(parameter, "quant_state", None), getattr(modules[0], "quant_state", None))
@@ -492,7 +492,7 @@ def packed_linear(parameter: nn.Parameter, modules: Sequence[nn.Module]) -> Stor
     if state is None or state.quant_type not in TABLES:
         return None
     codes = parameter.detach()
-    if getattr(state, "packing_format_for_cpu", False):  # done by a forward in evaluation mode
+    if getattr(state, "packing_format_for_cpu", False):  # a forward in evaluation mode repacks the codes
         from bitsandbytes import functional  # on use, since the import takes seconds
 
         codes, state = functional._convert_weight_packed_for_cpu_inverse(codes, state)

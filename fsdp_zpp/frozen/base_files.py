@@ -1,4 +1,4 @@
-"""Files of a quantized base: saves, loads, and checks that a model has the base of a checkpoint."""
+"""Saves and loads files of a quantized base, and checks that a model has the base of a training checkpoint."""
 
 from __future__ import annotations
 
@@ -50,8 +50,6 @@ from .quantize import (
 from .weight import FrozenWeight, Placement, Storable, place_base
 
 # ---- writes
-#
-# An interruption at any time leaves no truncated file under a final name.
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -59,7 +57,7 @@ logger = logging.getLogger("fsdp_zpp")
 def write_whole(path: Path, text: str) -> None:
     """Write a file. If this is interrupted, ``path`` has either its previous content or all of ``text``.
 
-    The folder is synced before the rename, so the names of other new files in it are on disk before this one's.
+    The folder is synced before the rename, so that an index reaches the disk after the files that it names.
     """
     aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
@@ -90,11 +88,11 @@ def to_disk(path: Path) -> None:
 # for each block. A rank's chunk is whole blocks (see ``Placement``), so at any world size the chunk is a slice of the
 # codes and a slice of the scales, and loading quantizes nothing. Frozen parameters that are not quantized are stored as
 # they are, and so are persistent buffers. Names are FQNs without adapters and wrappers. The index has the file of each
-# tensor and, as metadata, the shape, dtype and codec of each weight.
+# tensor, and its metadata has the shape, dtype and codec of each weight.
 #
-# A folder holds one base, since a base never changes. A save writes files with its own token in their names, then the
+# A folder holds one base, since a base never changes. A save writes files with a random token in their names, then the
 # index. So an interrupted save leaves the folder either without an index, ready for the next save, or with a whole
-# base. If two jobs save into one folder at once, it has the base of one of them, never a mix.
+# base. If two jobs save into one folder at once, the index names the files of one job alone.
 
 FORMAT = "fsdp_zpp"
 VERSION = 1
@@ -118,7 +116,7 @@ class SavedWeight:
                 "instead of saving them again, read that checkpoint again, or name a codec in quantize_frozen_params"
             )
         kind = type(weight.codec).__name__
-        # By identity: a user's codec of the same name, or a subclass, may decode differently.
+        # Compare the class, not its name: a user's codec of the same name, or a subclass, may decode differently.
         if CODECS.get(kind) is not type(weight.codec):
             raise ValueError(f"{weight.name} is quantized as {weight.codec}, but only {', '.join(CODECS)} can be saved")
         assert isinstance(weight.codec, Storable)
@@ -139,7 +137,7 @@ class SavedWeight:
 
 
 def read_base(folder: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
-    """Return the files of a quantized base and each weight's metadata, once headers are checked against it."""
+    """Return the files of a base and the metadata of its weights; check the tensors' headers against the metadata."""
     path = folder / BASE_INDEX
     if not path.exists():
         raise ValueError(f"{folder} has no {BASE_INDEX}, which save_frozen_params writes")
@@ -147,7 +145,7 @@ def read_base(folder: Path) -> tuple[TensorFiles, dict[str, SavedWeight]]:
     metadata = index.get("metadata")
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         raise ValueError(f"{path} is not the index of a quantized base; {REMEDY}")
-    # The first indexes had no version.
+    # An index without a version has version 1: the first indexes had none.
     if (version := metadata.get("version", VERSION)) != VERSION:
         raise ValueError(
             f"{path} has the format version {version!r}, but this fsdp_zpp reads version {VERSION}; load the base with "
@@ -195,7 +193,7 @@ def _saved_weight(name: str, entry: Any, path: Path) -> SavedWeight:
 class BaseWriter:
     """Writes tensors of a base, as they come, to files of at most ``limit`` bytes.
 
-    Only ``finish`` reports errors: until then, the other ranks need this rank in collectives.
+    ``add`` keeps errors for ``finish`` to return: if it raised, the other ranks would wait in a collective.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -241,7 +239,7 @@ class BaseWriter:
             try:
                 save_file(self._pending, path, {"format": FORMAT})
                 to_disk(path)
-            except Exception as failure:  # any at all; see the docstring of the class
+            except Exception as failure:  # of any kind; see the docstring of the class
                 self._error = str(failure)
             self._files |= dict.fromkeys(self._pending, path.name)
         self._pending = {}
@@ -253,7 +251,7 @@ class BaseWriter:
 #
 # Training checkpoints lack the quantized base, since it never changes. A model on another base would load a checkpoint
 # without an error, and compute something else. So each checkpoint has a few scales of each quantized weight. They are
-# compared up to rounding, since kernels may round divisions differently; another base differs by far more.
+# compared with a tolerance, since kernels may round divisions differently; scales of another base differ by far more.
 
 _SAMPLED = 8
 _SAMPLING = Storable | StoredCodec
@@ -268,8 +266,8 @@ class WeightIdentity(TypedDict):
 
 
 def describe_base(model: nn.Module) -> dict[str, WeightIdentity]:
-    """Describe each quantized weight, by its name, equally on all ranks. Collective."""
-    # User-defined codecs are left out: it is unknown where they have their scales.
+    """Return the identity of each quantized weight by its name, the same on all ranks. Collective."""
+    # Leave out weights with user-defined codecs: the place of the scales in their payloads is unknown.
     known = {weight: names for weight, names in frozen_names(model).items() if isinstance(weight.codec, _SAMPLING)}
     weights = {names[0]: weight for weight, names in known.items()}
     return {name: {"codec": str(weight.codec), "scales": _scales(weight)} for name, weight in weights.items()}
@@ -308,7 +306,7 @@ def _scales(weight: FrozenWeight) -> list[float]:
     if weight.sampled is None:
         rows = weight.holder.gathered_payload(weight, weight.device)
         if isinstance(weight.codec, StoredCodec):
-            # Formats have scales at different places of a record, so the sum of a record's bytes stands for them.
+            # The place of the scales in a record depends on the format, so take the sum of the record's bytes instead.
             groups = -(-weight.shape.numel() // weight.codec.block)
             scales = weight.codec.records(rows, weight.chunk_numel).flatten(0, 1)[:groups].sum(1)
         else:
@@ -335,7 +333,7 @@ def save_frozen_params(
     The model's first rank gathers and writes one weight at a time. It also writes persistent buffers and frozen
     parameters that are not quantized, but no trainable parameters or adapters. ``load_frozen_params`` reads the files
     on any number of ranks, without quantizing again. The model in memory does not change. An interrupted save may leave
-    files without an index; you can remove them. If two jobs save into one folder at once, it has the base of one.
+    files without an index; you can remove them. If two jobs save into one folder, it has one job's base.
 
     Args:
         model: A model whose frozen weights are quantized, sharded by FSDP or not.
@@ -362,7 +360,7 @@ def save_frozen_params(
     for weight, name in weights.items():  # on all ranks, since gathers are collective
         codes, scales = weight.codes_and_scales(weight.holder.gathered_payload(weight, weight.device))
         if writer is not None:
-            # Clones: on a CPU, codes and scales are views of a buffer that the next unit is gathered into.
+            # Clone: on a CPU, codes and scales are views of a buffer, which the next gather overwrites.
             writer.add({f"{name}.{CODES}": codes.cpu().clone(), f"{name}.{SCALES}": scales.cpu().clone()})
     if error := from_first_rank("" if writer is None else writer.finish(rest, stored), group):
         raise RuntimeError(f"the frozen base could not be saved to {folder}: {error}")
@@ -388,7 +386,7 @@ def _check(
 
 
 def _not_quantized(model: nn.Module, group: dist.ProcessGroup | None) -> dict[str, Tensor]:
-    """Gather plain frozen parameters and persistent buffers on the first rank, by names in the base. Collective."""
+    """Gather plain frozen parameters and persistent buffers on the first rank, by their names in files. Collective."""
     bases = {original_path(path): base for path, base, _ in base_fqns(model)}
     names, wanted = {}, []
     for tensor in tensors_of(model):
@@ -428,7 +426,7 @@ def load_frozen_params(
         model: A model of the same architecture, its base frozen, with any values or on the meta device, with or without
             adapters. Parameters that were trainable at the save are not in the files, and must be trainable here.
         path: The folder.
-        placement: As for ``quantize_frozen_params``. This and the next three arguments may differ from the save's.
+        placement: As for ``quantize_frozen_params``. The saved base may have had another placement and other ranks.
         gpus_per_node: As for ``quantize_frozen_params``.
         process_group: As for ``quantize_frozen_params``.
         device: As for ``quantize_frozen_params``.
@@ -446,13 +444,13 @@ def load_frozen_params(
     def check() -> tuple[Selection, torch.device | None]:
         check_module(model)
         check_folder(path)
-        selection = select(model, 1)  # of any size, since the files determine what is quantized
+        selection = select(model, 1)  # weights of any size: the files determine which are quantized
         selection.refuse_sharded(f"call load_frozen_params(model, {os.fspath(path)!r}) before you wrap the model")
         return selection, compute_device(group, device)
 
     selection, kept_on = agree(group, check)
     selection.check_agreement("load_frozen_params", model, group, gpus_per_node, {"placement": placement})
-    # After the ranks have agreed: making process groups with different node sizes would hang.
+    # Ranks must have agreed before: if their node sizes differed, making process groups would hang.
     where = place_base(model, placement, group, gpus_per_node)
     return put_in(model, selection, group, lambda: _read(model, selection, Path(path), where, kept_on))
 
@@ -461,7 +459,7 @@ def _read(
     model: nn.Module, selection: Selection, folder: Path, where: Placement, device: torch.device | None
 ) -> ReadTensors:
     files, stored = read_base(folder)
-    # A quantized weight has one key, its name, though its codes and scales are two tensors.
+    # The codes and scales of a quantized weight are two tensors, but have one key here, the weight's name.
     keys = [*stored, *(key for key in files if key.removesuffix(f".{CODES}").removesuffix(f".{SCALES}") not in stored)]
     matches = match_keys(model, keys, f"the base in {folder}", _REMEDY)
     _check_both_ways(model, selection, files, stored, keys, matches)
@@ -508,7 +506,7 @@ def _check_both_ways(
     keys: list[str],
     matches: list[tuple[ModelTensor, list[str]]],
 ) -> None:
-    """Raise unless ``model`` has each stored tensor, in exactly its shape; quantized ones must be frozen."""
+    """Raise unless ``model`` has each tensor of the files, in its shape, and freezes those quantized in the files."""
     name, source = model_name(model), files.source
     by_key = {key: tensor for tensor, names in matches for key in names}
     if unknown := [key for key in keys if key not in by_key]:

@@ -24,7 +24,7 @@ from .weight import DoubleBuffer, FrozenUnit, FrozenWeight, Placement, Ungrouped
 
 # ---- report
 #
-# Reports on a quantized base: parameters, bytes, and the parameters that stay as they are, by reason.
+# Reports on a quantized base: its parameters and bytes, and why other frozen parameters stay as they are.
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -38,11 +38,11 @@ class FrozenReport:
     Attributes:
         model: The name of the model's class.
         codec: The codec of the weights.
-        placement: The scope on a mesh; it says which ranks hold which chunks of the weights.
+        placement: The scope and the mesh, which determine the chunk of each weight that a rank holds.
         weights: The number of weights that were quantized, tied ones counted once.
         parameters: The number of their values.
         bytes_before: The bytes of these values in their previous dtype.
-        bytes_after: The bytes that this rank keeps of the weights.
+        bytes_after: The bytes that the quantized weights take on this rank.
         left: The names of frozen parameters that stay as they are, by reason.
         stored: The number of weights that were quantized already and keep their codes.
     """
@@ -96,15 +96,15 @@ def _size(nbytes: int) -> str:
 
 # ---- base
 #
-# A frozen base has all frozen weights of a model. It groups them into units once the model has its final shape.
+# A frozen base has all frozen weights of a model. It groups them into units, each of which is gathered as a whole.
 #
-# Weights are quantized early, so that no full-precision copy lingers. Units can be chosen only after adapters and
-# wrappers are added, so they are made at the first use of a weight. Until then, the codes of each weight are held
-# separately; so are those of weights that are added later. A unit has the weights of a module that FSDP wraps, or of
-# an item of the outermost ``nn.ModuleList`` if the item is further down. So a model that is wrapped only as a whole is
-# gathered block by block, too. Any other module is a unit of its own.
+# Weights are quantized early, so that no full-precision copy lingers. Units depend on adapters and wrappers, which are
+# added later, so units are made at the first use of a weight. A weight that is in no unit yet is held separately. Its
+# unit will be the innermost module around it that FSDP wraps, or the item of the outermost ``nn.ModuleList``, whichever
+# is further down the model. So a model that is wrapped only as a whole is gathered block by block, too. A module in
+# neither of them is a unit of its own.
 
-# The weights of each unit, by the unit's name and its placement.
+# The weights of each unit, by the name and placement of the unit.
 Groups = dict[tuple[str, Placement], list[FrozenWeight]]
 
 
@@ -140,7 +140,7 @@ class FrozenBase:
 
     @staticmethod
     def below(model: nn.Module) -> list[FrozenBase]:
-        """Return the bases with weights in ``model``; parts that were quantized separately have a base each."""
+        """Return the bases with weights in ``model``; each part that was quantized separately has its own."""
         bases = dict.fromkeys(weight.base for _, _, _, weight in frozen_sites(model))
         return [base for base in bases if isinstance(base, FrozenBase)]
 
@@ -149,11 +149,11 @@ class FrozenBase:
         self.reports += part.reports
         self.traffic.take_over(part.traffic)
         for weight in part.weights:
-            # Take weights out of their units: the larger model makes new ones, with one pair of buffers for all.
+            # Take weights out of the part's units: this base makes new units, with one pair of buffers for all.
             weight.base, weight.holder = self, UngroupedPayload(weight.holder.local_payload(weight))
 
     def add(self, weight: FrozenWeight, row: Tensor, sites: Iterable[tuple[str, nn.Module, str]]) -> None:
-        """Replace the parameter at ``sites`` by a weight with its local payload, uint8 [local_nbytes]."""
+        """Replace the parameter at ``sites`` by ``weight``, whose local payload is ``row``, uint8 [local_nbytes]."""
         weight.base, weight.holder = self, UngroupedPayload(row)
         self.weights.append(weight)
         for _, module, name in sites:
@@ -163,7 +163,7 @@ class FrozenBase:
         """Drop weights that have become plain parameters again. Collective if other weights stay."""
         self.weights = [weight for weight in self.weights if weight not in weights]
         if self.weights:
-            self.make_units()  # new ones, since payload shards keep the memory of dropped weights
+            self.make_units()  # the old units' payload shards would keep the memory of dropped weights
 
     def invalidate(self) -> None:
         pass  # frozen weights don't change
@@ -182,8 +182,8 @@ class FrozenBase:
         """Group all weights into units, by the model as it is now; see the top of this section. Collective.
 
         Raises:
-            ValueError: If ranks have different weights or groups, if replicas have different values, or if sharding
-                has untied tied adapters.
+            ValueError: If ranks have different weights or units, if replicas have different values, or if sharding
+                has untied adapters that were tied.
         """
         root = self.root()
         model = type(root).__name__ if root is not None else "the model"
@@ -192,14 +192,14 @@ class FrozenBase:
         groups = self._group(root)
         # Before the first gather: ranks with different units would gather payloads of different sizes.
         _check_agreement(model, groups)
-        self._check_replicas(model, groups)  # before units exist: a use of a unit checks nothing, even if this raised
-        buffers = DoubleBuffer()  # for all units, which take turns in it
+        self._check_replicas(model, groups)  # before units exist: once they do, no use of a weight checks again
+        buffers = DoubleBuffer()  # all units take turns in it
         for (name, _), weights in groups.items():
             FrozenUnit(f"frozen {name}", weights, self.traffic, buffers)
         self.log_reports()
 
     def prepare(self) -> None:
-        """Make units if some weights have none, with all checks of a first use, but without a log line. Collective."""
+        """Make units if some weights have none; check all that a first use checks, but log nothing. Collective."""
         reports, self.reports = self.reports, []
         try:
             if any(isinstance(weight.holder, UngroupedPayload) for weight in self.weights):
@@ -213,7 +213,7 @@ class FrozenBase:
         self.reports = []
 
     def _group(self, root: nn.Module | None) -> Groups:
-        """Return the weights of each unit; if the model is still alive, name weights by their FQNs in it."""
+        """Return the weights of each unit, and rename them by their FQNs in ``root``, if the model is still alive."""
         groups: Groups = {}
         placed = set()
         modules = {} if root is None else dict(root.named_modules())
@@ -252,14 +252,14 @@ def _check_agreement(model: str, groups: Groups) -> None:
 #
 # Checks that a frozen base is on the same nodes as the strategy that wraps its model.
 #
-# A base that is quantized before the model is wrapped is sharded over nodes of the launcher's size by default. If the
-# strategy has another node size, that is an error: a base that spans several of these nodes would be gathered between
-# them in every step. The sizes may differ if the user gave the base ``gpus_per_node``, or if the machine's links
+# A base that is quantized before the model is wrapped is sharded over nodes of the launcher's size by default. A
+# strategy with another node size is an error: if the base spans several of the strategy's nodes, every step would
+# gather it between them. The sizes may differ if the user gave the base ``gpus_per_node``, or if the machine's links
 # determine the strategy's node size ([Note: Links] in strategy.py).
 
 
 def check_nodes(module: nn.Module, mesh: ProcessMesh) -> None:
-    """Raise ValueError if the base of ``module`` has other nodes than ``mesh``, unless the user gave its node size.
+    """Raise ValueError if the base of ``module`` has other nodes than ``mesh``; accept a node size that the user gave.
 
     Parts that are already wrapped are not checked.
     """

@@ -75,8 +75,8 @@ from ._torch_weights import is_managed
 # ---- gradient norm
 #
 # torch adds up norms as DTensors, which must be on one mesh. Here each rank takes the norm of its shards, and ranks add
-# up these norms along the mesh dimensions that shard the parameters. They add up nothing along dimensions that
-# replicate, so copies count once.
+# up these norms along the mesh dimensions that shard the parameters. Other dimensions replicate, and ranks skip them,
+# so copies count once.
 
 Groups = tuple[dist.ProcessGroup, ...]
 
@@ -96,8 +96,8 @@ def clip_grad_norm_(
     It does the same as ``torch.nn.utils.clip_grad_norm_``, also where parameters are sharded over different meshes,
     which torch refuses: modules with different optimizer scopes, experts on a mesh of their own, tensor parallelism for
     some of the parameters. Ranks must pass the same parameters in the same order, with or without gradients. A rank
-    outside a parameter's mesh counts as holding a copy. So if ranks hold different experts, these must be DTensors over
-    the axis along which they differ.
+    outside a parameter's mesh is taken to hold a copy of the parameter. So experts that differ between ranks must be
+    DTensors on a mesh that has the expert-parallel dimension.
 
     Args:
         parameters: Parameters that are sharded by ``fully_shard``, this library's or torch's, and plain ones, whose
@@ -147,7 +147,7 @@ def clip_grad_norm_(
 
 
 def _by_groups(parameters: Iterable[Tensor]) -> dict[Groups, list[Tensor]]:
-    """Group parameters by the ranks over which their norms are added up, in the same order on all ranks."""
+    """Group parameters by the process groups that add up their norms, in the same order on all ranks."""
     found: dict[Groups, list[Tensor]] = {}
     for parameter in parameters:
         groups: Groups = ()
@@ -190,7 +190,7 @@ def _with_own(gradient: Tensor) -> Tensor:
 
 
 def _reduced(norm: Tensor, norm_type: float, groups: Groups) -> Tensor:
-    """Return the norm over all ranks of ``groups``, one dimension of a mesh after the other."""
+    """Return the norm over all ranks of ``groups``; each group is one dimension of the mesh, reduced in turn."""
     for group in groups:
         if math.isinf(norm_type):
             norm = torch.where(norm.isnan(), math.inf, norm)  # MAX may lose NaNs
@@ -206,7 +206,7 @@ def _reduced(norm: Tensor, norm_type: float, groups: Groups) -> Tensor:
 
 
 def explain_clipping_errors() -> None:
-    """Make the error of torch's ``clip_grad_norm_`` over several meshes name the function that clips them."""
+    """Make torch's ``clip_grad_norm_`` name this library's function if it fails on parameters of several meshes."""
     original = clip_grad.clip_grad_norm_
 
     @functools.wraps(original)
@@ -232,14 +232,14 @@ def explain_clipping_errors() -> None:
 
 # ---- parts
 #
-# Parts of a call of ``fully_shard``: the parameters that one strategy shards over one mesh.
+# A part of a ``fully_shard`` call has the parameters that one strategy shards over one mesh.
 #
-# torch makes a parameter group of each. A call has several if ``shard_placement_fn`` gives parameters a mesh of their
-# own, as torchtitan does with experts, or if the strategy has overrides for submodules.
+# torch makes a parameter group of each part. A call has several parts if ``shard_placement_fn`` gives parameters a
+# mesh of their own, as torchtitan does with experts, or if the strategy has overrides for submodules.
 
 Named = list[tuple[str, nn.Parameter]]
 _MeshKey = tuple[DeviceMesh, str]
-"""A parameter's own mesh, and its data-parallel dimensions."""
+"""A parameter's own mesh, and the data-parallel dimensions of the mesh as text."""
 
 
 @dataclass(eq=False)
@@ -252,7 +252,7 @@ class MeshPart:
         placements: The results of the call's ``shard_placement_fn`` for the parameters, without meshes.
         path: The part's path within the module; empty for the part that has the call's own mesh and strategy.
         mesh_info: torch's mesh info, if torch can't derive it from the arguments.
-        has_own_mesh: Whether the part has another mesh than the call; :func:`split` then reads it.
+        has_own_mesh: Whether the part has another mesh than the call; :func:`split` then reads that mesh.
     """
 
     over: DataParallelMesh
@@ -264,7 +264,7 @@ class MeshPart:
     has_own_mesh: bool = False
 
     def summary(self) -> tuple[object, ...]:
-        """Return the facts that must be the same on all ranks; the ranks in the mesh may differ."""
+        """Return the facts that must agree on all ranks; meshes count by names and shape, as their ranks may differ."""
         mesh = self.arguments["mesh"] if self.has_own_mesh else None
         shape = None if mesh is None else (mesh.mesh_dim_names, mesh.shape)
         return self.path, self.over.strategy, shape, [name for name, _ in self.own], list(self.placements.values())
@@ -274,7 +274,7 @@ def split(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: d
     """Split a call by mesh and strategy. Collective over the call's ranks, then over those of each part.
 
     ``call`` has all parameters, with the strategy of the first module; ``given`` has the arguments as the user gave
-    them, before :func:`read_mesh`.
+    them, before :func:`read_mesh` changes them.
     """
     planned = agree(
         call.over.group if call.over.compared else None,
@@ -295,7 +295,7 @@ def _plan(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: d
         for each, own in strategies_below(module, outer, strategy).items():
             strategies |= dict.fromkeys(each.parameters(recurse=False), own)
     first = override_for(type(unwrapped(modules[0])), strategy.overrides) or outer
-    # Parts take the node size of a mesh of nodes x ranks, but not that of an override for the first module.
+    # Parts inherit a node size that is read from a 2-D mesh, but not one that the first module's override sets.
     gpus_per_node = strategy.gpus_per_node if first.gpus_per_node is not None else call.over.strategy.gpus_per_node
     parts: dict[tuple[_MeshKey | None, Strategy], MeshPart] = {}
     for name, parameter in call.own:
@@ -343,7 +343,7 @@ def _check_several(modules: list[nn.Module], call: MeshPart, meshes: list[_MeshK
 
 
 def _own_mesh(info: MeshInfo | None, call: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the arguments that stand for a parameter's mesh; None if that is the mesh of the call."""
+    """Return a parameter's own mesh as arguments of ``fully_shard``; None if it has the mesh of the call."""
     if info is None:
         return None
     own = arguments_of(info)
@@ -403,7 +403,7 @@ def make_unit(
 ) -> tuple[StrategyUnit, bool]:
     """Check a part of a call on every rank, make its unit, and quantize its frozen parameters. Collective.
 
-    Returns the unit, and whether its strategy is torch's own FULL_SHARD. Sets the mesh in the part's arguments to that
+    Returns the unit, and whether its strategy is torch's own FULL_SHARD. Sets the part's ``mesh`` argument to a mesh
     of the ranks to shard over.
     """
     over, arguments = part.over, part.arguments
@@ -420,7 +420,7 @@ def make_unit(
         unit.left_unquantized |= quantize_for(
             strategy, each, unit.ranks, ignored=ignored, dtype=dtype, is_part=bool(others)
         )
-    if holds_packed and (raw := _not_to_be_encoded(named_own_parameters(modules, ignored))):  # that stay packed
+    if holds_packed and (raw := _not_to_be_encoded(named_own_parameters(modules, ignored))):  # these stay packed
         changes = any(parameter.is_floating_point() for parameter in raw)  # torch may change NaNs
         can_gather = not layout.stock or _can_gather(unit.ranks, over.compared, arguments, changes)
         unit.leave_weights_uncoded(in_place_of_torch=can_gather)
@@ -431,7 +431,7 @@ def make_unit(
 
 
 def _not_to_be_encoded(parameters: list[tuple[str, nn.Parameter]]) -> list[Tensor]:
-    # A trained weight that encodes itself can be asked only after it is sharded; see ``lazy_init`` in _torch_group.py.
+    # Leave out trained weights that encode themselves: ``lazy_init`` in _torch_group.py checks them once sharded.
     return [p for p in packed(parameters).values() if not (p.requires_grad and encodes_itself(p))]
 
 
@@ -458,7 +458,7 @@ def _unit_for(part: MeshPart, layout: RankLayout) -> StrategyUnit:
 
 
 def _can_gather(ranks: ProcessMesh, one_mesh: bool, arguments: dict[str, Any], changes: bool) -> bool:
-    """Return whether a stock strategy can gather in place of torch; if not, warn if torch ``changes`` packed values."""
+    """Return whether a stock strategy's unit can gather in place of torch; else warn if torch ``changes`` values."""
     reshard = arguments["reshard_after_forward"]
     elsewhere = any(arguments.get(name) is not None for name in ("shard_placement_fn", "dp_mesh_dims"))
     if one_mesh and not elsewhere and (reshard is None or isinstance(reshard, bool)):
@@ -573,7 +573,7 @@ def _check_mesh(mesh: DeviceMesh | None) -> None:
 
 
 def named_own_parameters(modules: list[nn.Module], ignored: Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
-    """Return the named parameters to shard: without ``ignored`` and those of an earlier call."""
+    """Return the parameters to shard, with names: all but ``ignored`` and those that an earlier call shards."""
     inner = [child for module in modules for child in module.modules() if isinstance(child, FSDPModule)]
     others = {id(p) for child in inner for p in child.parameters()} | {id(p) for p in ignored}
     return [(name, p) for module in modules for name, p in module.named_parameters() if id(p) not in others]
@@ -635,14 +635,14 @@ def fully_shard(
     Args:
         module: The module, or several that are gathered together.
         strategy: Where each model state lives and how each hop is encoded.
-        mesh: The 1-D mesh of the data-parallel ranks; a dimension of a larger mesh will do. Default: all ranks.
+        mesh: The 1-D mesh of the data-parallel ranks, also as a dimension of a larger mesh. Default: all ranks.
             The strategy's ``gpus_per_node`` counts ranks of this mesh. A 2-D mesh, as HSDP takes it, is read as
-            nodes x ranks of a node. With ``dp_mesh_dims``, the whole SPMD mesh.
+            nodes x ranks of a node. With ``dp_mesh_dims``, pass the whole SPMD mesh.
         reshard_after_forward: As torch's, except that an int is refused; parameter scope ``I`` keeps a secondary
             shard inside each node instead. On one node, ``Strategy("GGG")`` takes all of torch's arguments: it is
             torch's ``fully_shard`` itself, except for modules that hold packed values.
         **arguments: As torch's: ``mp_policy``, ``offload_policy``, ``shard_placement_fn``, ``ignored_params``,
-            ``dp_mesh_dims``. The nodes of a mesh that ``shard_placement_fn`` gives a parameter are those of ``mesh``.
+            ``dp_mesh_dims``. If ``shard_placement_fn`` gives parameters a mesh, that has the same nodes as ``mesh``.
 
     Returns:
         ``module``, whose class is now torch's ``FSDPModule``.
@@ -688,7 +688,7 @@ def fully_shard(
     sharded_here = {id(parameter) for part in parts for _, parameter in part.own}
     unit_name = model_name(modules[0])
     for (owner, own_name), (name, parameter) in sites.items():
-        # Quantized weights are no longer parameters, and units may share them.
+        # Skip quantized weights: they are no longer parameters, and several units may share one.
         if id(parameter) in sharded_here and own_name in owner._parameters:
             hold((owner, own_name), name, parameter, unit_name)
     for each in modules:
@@ -710,8 +710,8 @@ PATCHES = (
 )
 """The functions of torch that this library replaces.
 
-Besides, parameter groups of a strategy become :class:`_torch_group.StrategyGroup`, and the module states of their model
-become :class:`_torch_group.WatchedState`.
+Besides, torch's parameter groups get the class :class:`_torch_group.StrategyGroup` if they have a strategy, and the
+module states of their model get :class:`_torch_group.WatchedState`.
 """
 
 
@@ -720,7 +720,7 @@ def install() -> None:
         patch.apply()
 
 
-# Users of torch call ``fully_shard.state``, so this function has it, too.
+# torch's ``fully_shard`` has the attribute ``state``, which users call.
 fully_shard.state = _torch_weights.state_of  # type: ignore[attr-defined]
 
 
@@ -733,7 +733,7 @@ def _agreed_parts(
     over = read_mesh(strategy_for(modules[0], strategy) if overrides else strategy, arguments)
     ranks = over.group if over.compared else None
     call = f"fully_shard({', '.join(model_name(module) for module in modules)})"
-    if not all(isinstance(module, nn.Module) for module in modules):  # on other ranks they may be modules
+    if not all(isinstance(module, nn.Module) for module in modules):  # raise on the ranks that passed modules, too
         check_agreement(ranks, call, {})
         list(map(check_module, modules))
     own = named_own_parameters(modules, arguments.get("ignored_params") or ())

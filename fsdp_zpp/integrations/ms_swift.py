@@ -1,4 +1,4 @@
-"""ms-swift's trainers with a strategy, which a file named by ``--external_plugins`` sets.
+"""Gives ms-swift's trainers a strategy; call ``use_strategy`` in a file that ``--external_plugins`` names.
 
     # strategy.py
     from fsdp_zpp import Strategy
@@ -8,8 +8,8 @@
 
     NPROC_PER_NODE=8 swift sft --external_plugins strategy.py --tuner_type lora ...
 
-ms-swift gets the class of its trainer from a factory. ``use_strategy`` replaces the factory, and
-integrations/transformers.py makes the class shard.
+ms-swift gets the class of its trainer from a factory. ``use_strategy`` wraps the factory's function, and
+integrations/transformers.py gives each class from it the strategy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import transformers as hugging_face
 from .transformers import prepare_references_by_strategy
 
 TASKS = ("causal_lm", "dpo")
-"""Tasks, and kinds of RLHF, that have been tried with a strategy."""
+"""The values of ``task_type`` and ``rlhf_type`` that have been tried with a strategy."""
 
 _IS_REPLACED = "_fsdp_zpp_strategy"
 

@@ -58,7 +58,7 @@ def notes_on(case: Case, codecs: Strategy, resolved: ResolvedStrategy) -> list[s
 
 
 def plan_to_json(plan: Plan) -> str:
-    """Return all inputs and figures as JSON: bytes, seconds, and GiB for inputs that were given in GiB."""
+    """Return all inputs and results as JSON, in bytes and seconds; inputs that were given in GiB stay in GiB."""
     report: dict[str, Any] = {
         "choice": None if plan.choice is None else plan.choice.name,
         "reason": plan.reason,
@@ -108,7 +108,7 @@ def _figures(estimate: Estimate) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Case):
-    """The result of ``plan``: the case, and figures of strategies for it.
+    """The result of ``plan``: the case, and estimates of memory and time for each strategy.
 
     The case is in ``size``, ``cluster``, ``work``, ``budget`` and ``precision``.
 
@@ -117,8 +117,8 @@ class Plan(Case):
         choice: The best strategy that fits; None if none does.
         reason: Why ``choice`` is best, in one or two sentences.
         notes: Sentences that explain the figures.
-        rows: All rows: torch's strategies and presets, if they are planned, then ``estimates``. Each has a ``name``,
-            a ``strategy``, torch's name for it (``torch``) or None, ``memory``, ``time``, and a line to ``paste``.
+        rows: All rows: torch's strategies and presets, if they are planned, then ``estimates``. A row has ``name``,
+            ``strategy``, ``memory``, ``time``, ``torch`` (torch's name for it, or None) and ``paste`` (code to paste).
     """
 
     estimates: tuple[Estimate, ...]
@@ -136,7 +136,7 @@ class Plan(Case):
 
     @property
     def resolved(self) -> ResolvedStrategy:
-        """Return IGG on this cluster. Its scopes take any codec, so it shows which of the plan's codecs are active."""
+        """Return IGG, resolved on this cluster: its scopes allow every codec, so it shows which codecs are active."""
         return self["IGG"].strategy.resolve(self["IGG"].topology)
 
     def __str__(self) -> str:
@@ -187,7 +187,7 @@ _COLUMNS: dict[str, Callable[[Estimate], str]] = {
     "step": lambda row: seconds(row.time.total),
 }
 _UNITS = {"weights": "GiB a GPU:", "out of node": "GB a step:", "communication": "predicted:"}
-"""Text above groups of columns; each group begins at the column named here."""
+"""Text above groups of columns, by the first column of each group."""
 
 _LEGEND = """\
 weights: kept beside the shards. shards: what the optimizer updates, and frozen weights.
@@ -197,14 +197,14 @@ communication: both, one after the other. step: the longest of communication, co
 and the CPU's launches."""
 
 _LETTERS = 4
-"""Number of combinations of letters that are shown beside presets; rows that fit and are fast come first."""
+"""Number of scope combinations, such as IIG, to show beside presets; fast ones that fit are preferred."""
 
 
 def shown_rows(plan: Plan) -> tuple[list[Estimate], int]:
     """Return the rows to show, in order, and the number of rows left out."""
     ranked = sorted(
         plan.rows,
-        # The choice is the fastest only within a tolerance.
+        # The choice comes first even if another row is faster within the tolerance of choosing.
         key=lambda e: (e is not plan.choice, not e.fits, e.time.total, e.time.communication, e.memory.total),
     )
     hidden = [each for each in ranked if each.candidate.title is None][_LETTERS:] if plan.rows != plan.estimates else []

@@ -23,9 +23,9 @@ from ._torch_flat_parts import FlatPart, Site, flat_parts, is_flat, original_dty
 
 # ---- tensors that can be had in full, and how each is gathered from its shards
 #
-# A gather reads shards and fills memory of its own. It leaves modules sharded, so training goes on as if there had been
-# none, even if it is broken off. Each parameter is gathered into its own tensor, whose memory is free as soon as the
-# reader is done with it. Shards are cast before they are sent if that makes them smaller.
+# A gather reads shards and writes to new memory. Modules stay sharded, so training can go on even if a gather is
+# interrupted. Each parameter is gathered into a tensor of its own, so the caller can free them one by one. Shards are
+# cast before they are sent if the cast makes them smaller.
 
 
 @dataclass
@@ -46,8 +46,8 @@ class Pending:
     def wait(self) -> Tensor | None:
         """Return the tensor, with no other reference to it; None if this rank gets nothing.
 
-        On a GPU the current stream waits, not the host. Pending tensors must be waited for in the same order on all
-        ranks.
+        On a GPU the current stream waits, not the host. All ranks must wait for their pending tensors in the same
+        order, since this may run a collective.
         """
         self.drain()
         out, self.out = self.out, None
@@ -61,13 +61,13 @@ class Pending:
 
 
 class FullTensor(ABC):
-    """A tensor of a model that every rank or one of them can have in full; ``stored`` is its dtype."""
+    """A tensor of a model, to be gathered on all ranks or on one of them; ``stored`` is its dtype in the model."""
 
     shape: torch.Size
     stored: torch.dtype
     requires_grad: bool = False
 
-    # nbytes counts the full tensor alone, peak_nbytes all memory that its gather needs at once.
+    # nbytes counts only the full tensor, and peak_nbytes all memory that its gather needs at once.
     def nbytes(self, dtype: torch.dtype | None) -> int:
         return self.shape.numel() * self.as_delivered(dtype).itemsize
 
@@ -75,11 +75,11 @@ class FullTensor(ABC):
         return self.nbytes(dtype)
 
     def as_delivered(self, dtype: torch.dtype | None) -> torch.dtype:
-        """Return the dtype that it is delivered in: only floating-point numbers are cast."""
+        """Return the dtype of the result: ``dtype``, unless that is None or the tensor is not floating-point."""
         return self.stored if dtype is None or not self.stored.is_floating_point else dtype
 
     def start(self, dtype: torch.dtype | None, to: int | None, gathers: AllGathers) -> Pending:
-        """Start to gather it, or add it to ``gathers``. Collective over the ranks that share it."""
+        """Start to gather the tensor, or add it to ``gathers``. Collective over the ranks that have its shards."""
         return Pending(self, dtype, to)
 
     @abstractmethod
@@ -108,7 +108,7 @@ class Whole(FullTensor):
         if not gets(to):
             return None
         full, device = self._tensor.detach(), self._tensor.device
-        if isinstance(full, DTensor):  # which may be offloaded
+        if isinstance(full, DTensor):  # its shard may be offloaded to the CPU
             device = torch.device(full.device_mesh.device_type)
             full = full.to_local()
         return full.to(device, self.as_delivered(dtype), copy=True)
@@ -121,7 +121,7 @@ class ShardedRows(FullTensor):
         self._tensor = tensor
         self.shape, self.stored, self.requires_grad = tensor.shape, tensor.dtype, tensor.requires_grad
         self._group = tensor.device_mesh.get_group(dim)
-        # torch.chunk cuts equal parts; the last ones may be cut short, or empty.
+        # FSDP shards by torch.chunk: parts are equal, but the last ones may be shorter, or empty.
         self._world = dist.get_world_size(self._group)
         self._rows = -(-self.shape[0] // self._world)
 
@@ -152,7 +152,7 @@ class ShardedRows(FullTensor):
 
 
 class AnyDTensor(FullTensor):
-    """A DTensor that only torch knows how to gather: sharded by several parallelisms, or made of other tensors."""
+    """A DTensor that torch gathers: its shards are not rows along one mesh dimension, or are a tensor subclass."""
 
     def __init__(self, tensor: DTensor) -> None:
         self._tensor = tensor
@@ -184,12 +184,12 @@ def full_tensor_of(tensor: Tensor) -> FullTensor:
 
 
 def gets(to: int | None) -> bool:
-    """Return whether this rank gets a tensor that is delivered to the rank ``to``, or to all."""
+    """Return whether this rank gets a tensor that is delivered to the rank ``to``, or to all if that is None."""
     return to is None or not dist.is_initialized() or dist.get_rank() == to
 
 
 def _padded(own: Tensor, rows: int) -> Tensor:
-    """Return a shard padded to ``rows`` rows, contiguous; the padding has arbitrary values."""
+    """Return a shard, contiguous and padded to ``rows`` rows; the padding has arbitrary values."""
     if own.shape[0] == rows and own.is_contiguous():
         return own
     shape = (rows, *own.shape[1:])
@@ -200,7 +200,7 @@ def _padded(own: Tensor, rows: int) -> Tensor:
 
 
 def takes_part(to: int | None, group: dist.ProcessGroup | None) -> bool:
-    """Return whether ranks of ``group``, which share a tensor, gather it for the rank ``to``."""
+    """Return whether the ranks of ``group`` gather their tensor for ``to``: only if that is one of them, or None."""
     return to is None or group is None or to in dist.get_process_group_ranks(group)
 
 
@@ -221,14 +221,14 @@ class PartOfFlat(FullTensor):
         self.shape, self.stored, self.requires_grad = part.full_shape, part.shard.dtype, part.requires_grad
 
     def peak_nbytes(self, dtype: torch.dtype | None) -> int:
-        # For another parallelism, full_tensor() gathers it out of place, and may copy it into another order.
+        # If another parallelism shards it, too, full_tensor() gathers into new memory, and may then copy to reorder.
         others = 2 * self.nbytes(None) if self._part.dtensor_spec is not None else 0
         return self._part.shape.numel() * self.on_the_wire(dtype).itemsize + self.of_casts(0, dtype) + others
 
     @torch.no_grad()
     def start(self, dtype: torch.dtype | None, to: int | None, gathers: AllGathers) -> Pending:
         part, pending = self._part, Pending(self, dtype, to)
-        # All ranks of a DTensor's mesh call full_tensor().
+        # full_tensor() is collective over a DTensor's mesh, so all its ranks need the part, not just ``to``.
         if to is None or part.dtensor_spec is not None or (part.group is None and gets(to)):
             self._broadcast(pending)
         elif part.group is not None and takes_part(to, part.group):
@@ -247,7 +247,7 @@ class PartOfFlat(FullTensor):
         pending.out, pending.works = out, works
 
     def _send(self, pending: Pending, group: dist.ProcessGroup, to: int) -> None:
-        """Start to gather it on the global rank ``to`` alone."""
+        """Start to gather the part on the global rank ``to`` alone."""
         part, wire, ranges = self._part, self.on_the_wire(pending.dtype), self._ranges()
         rank, receiver = dist.get_rank(group), dist.get_group_rank(group, to)
         own = next((part.shard[each.in_shard] for each in ranges if each.owner == rank), part.shard[:0])
@@ -258,7 +258,7 @@ class PartOfFlat(FullTensor):
                     pending.out[each.values].copy_(own)  # casts without another copy
             own = own[:0]
         own = own.to(part.device, wire)
-        # Other ranks' ranges lie before and after the receiver's own: one collective for each side, if there is any.
+        # The other ranks' ranges lie before and after the receiver's own; a side that has any takes one collective.
         before, after = ([r for r in ranges if r.owner < receiver], [r for r in ranges if r.owner > receiver])
         works, sent = [], []
         for owners in filter(None, (before, after)):
@@ -308,13 +308,13 @@ class TensorOfModel:
 
 
 Others = Callable[[nn.Module], Mapping[str, FullTensor]]
-"""Returns a module's own tensors beside parameters and buffers, by name; tied ones must compare equal."""
+"""Returns the tensors of a module itself that are neither parameters nor buffers, by name; tied ones compare equal."""
 
 
 @torch.no_grad()  # so that taking the shard of a parameter records no autograd function
 def tensors_of(model: nn.Module, others: Others = lambda module: {}) -> list[TensorOfModel]:
     """Return all tensors of a model, tied ones once, in the order of its modules."""
-    # A parameter that a forward left unsharded has mixed precision's dtype.
+    # Until it is resharded, a parameter that a forward left unsharded has the dtype of mixed precision.
     reshard(model)
     flat: dict[nn.Module, dict[str, FlatPart]] = {}
     for part in flat_parts(model):
@@ -349,8 +349,8 @@ def _in_full(tensor: Tensor | FlatPart | FullTensor, dtypes: Mapping[Tensor, tor
 def unit_path(path: str, modules: Mapping[str, nn.Module]) -> str:
     """Return the path of the unit that has the module at ``path``; ``modules`` are all modules of the model.
 
-    It is the innermost module that FSDP wraps or the outermost item of an ``nn.ModuleList``, whichever is further down;
-    a module in neither is a unit by itself.
+    The unit is the innermost module that FSDP wraps or the outermost item of an ``nn.ModuleList``, whichever is further
+    down; a module in neither is a unit by itself.
     """
     parts = path.split(".")
     ancestors = [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
@@ -360,7 +360,7 @@ def unit_path(path: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 def reshard(model: nn.Module) -> None:
-    """Make ``model.parameters()`` the shards: a forward without a backward leaves those of the root unsharded."""
+    """Make ``model.parameters()`` the shards: a forward without a backward leaves the root's unsharded."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -369,10 +369,10 @@ def reshard(model: nn.Module) -> None:
 # ---- prefetch of the next tensors, within the memory of one unit
 #
 # A batch of tensors has at most half the bytes of the largest unit, so that two batches have no more than a unit. The
-# next batch starts as soon as it fits beside the rest of the current one and the tensor that the caller still holds.
+# next batch starts as soon as that unit's bytes suffice for it, the rest of the current one, and the caller's tensor.
 
 LARGEST_BATCH = 2**28
-"""Bytes of a batch, unless a tensor has more: larger batches don't make better use of links."""
+"""The most bytes of a batch, unless one tensor has more: larger batches would use links no better."""
 
 
 class GatherInTurn:
@@ -413,7 +413,7 @@ class GatherInTurn:
                 yield tensor, value
                 del value
         finally:
-            # The caller may end early, at the same tensor on all ranks.
+            # The caller may stop early, if all ranks stop at the same tensor.
             for _, pending in self._started:
                 pending.drain()
             self._started.clear()
@@ -437,11 +437,11 @@ class GatherInTurn:
         for tensor in tensors:
             nbytes = self._peak_nbytes[tensor]
             if size + nbytes > room:
-                # A large tensor in the last batch leaves room for less than half a unit.
+                # A batch of one large tensor may leave the next one less than half a unit.
                 room = min(LARGEST_BATCH, self._limit // 2, max(self._limit - size, 0))
                 batches.append([])
                 size = 0
             batches[-1].append(tensor)
             size += nbytes
-        # Largest first: the caller still holds the last one when the next batch starts.
+        # Largest first, so that the tensor that the caller still holds when the next batch starts is small.
         return [sorted(batch, key=self._peak_nbytes.__getitem__, reverse=True) for batch in batches]

@@ -58,18 +58,18 @@ class Topology:
 @explains_keywords
 @dataclass(frozen=True)
 class LoCo:
-    """LoCo's error feedback: it sends ``Q(h)`` with ``h = g + e``, then ``e = beta*e + (1-beta)*(h - deq(Q(h)))``.
+    """LoCo's error feedback: send ``Q(h)`` with ``h = g + e``, then set ``e = beta*e + (1-beta)*(h - deq(Q(h)))``.
 
-    Source: LoCo, arXiv 2407.04480. ``beta`` weighs the old error, so 0 is classical error feedback. With a ``decay``,
-    errors are multiplied by it before they are used: ``LoCo(beta=0, decay=0.95, reset_every=0)`` is the error feedback
-    of SparseLoCo (arXiv 2508.15706, algorithm 1), where errors take the place of the outer optimizer's momentum.
+    ``g`` is the gradient, ``e`` the error and ``Q`` the codec (arXiv 2407.04480). A ``beta`` of 0 is classical error
+    feedback. ``decay`` multiplies errors before they are used: ``LoCo(beta=0, decay=0.95, reset_every=0)`` is the error
+    feedback of SparseLoCo (arXiv 2508.15706, algorithm 1), where errors replace the outer optimizer's momentum.
 
     Args:
         beta: Weight of the old error, in [0, 1).
         reset_every: Number of optimizer steps after which all errors are reset to zero; 0 never resets them.
-        hops: The hops that have errors: ``"inter"`` (parameters / gpus_per_node errors per rank) or ``"both"``.
+        hops: The hops with error feedback: ``"inter"`` (parameters / gpus_per_node errors per rank) or ``"both"``.
         dtype: ``Int8(block)`` keeps the errors in 8 bits; None keeps them in fp32.
-        decay: Factor on the errors each time that they are used, in (0, 1].
+        decay: Factor on the errors at each use, in (0, 1].
 
     Raises:
         ValueError: If ``beta``, ``reset_every``, ``hops`` or ``decay`` is out of range.
@@ -83,7 +83,7 @@ class LoCo:
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        # bool counts as an int in Python; a beta of 1 would never take in a new error.
+        # bool counts as an int in Python; a beta of 1 would ignore every new error.
         if isinstance(self.beta, bool) or not isinstance(self.beta, (int, float)) or not 0 <= self.beta < 1:
             raise ValueError(f"beta must be in [0, 1), got {self.beta!r}")
         if isinstance(self.reset_every, bool) or not isinstance(self.reset_every, int) or self.reset_every < 0:
@@ -119,24 +119,24 @@ def error_buffer_specs(
 ) -> dict[str, ErrorBufferSpec]:
     """Return the error buffers of a gradient reduction, by the name of the transfer.
 
-    ``"intra"`` and ``"inter"`` are the two hops. ``"back"`` gathers the sums back if the optimizer scope is not ``G``.
-    It encodes the sums with the codec of the hop that made them, and has errors if that hop has errors.
+    ``"intra"`` and ``"inter"`` are the two hops. ``"back"`` is the all-gather of the sums after the last hop, unless
+    the optimizer scope is ``G``. It has the codec of the hop that makes the sums, and errors if that hop has errors.
 
-    ``codecs`` has the intra-node hop's codec first. A rank keeps ``numel`` values of the gradient.
+    ``codecs`` are those of the intra-node and the inter-node hop. A rank keeps ``numel`` values of the gradient.
     """
     intra, inter = codecs
     nodes, gpus = topology.nodes, topology.gpus_per_node
-    # The optimizer scope decides what ``numel`` counts: G, this rank's chunk; I, the part that all ranks of one local
-    # index share; N, the whole gradient. Both divisions round up, since the reduction pads parts and chunks.
+    # ``numel`` counts, by optimizer scope: G, this rank's chunk; I, the part that all ranks of one local index keep;
+    # N, the whole gradient. Both divisions round up, since the reduction pads parts and chunks.
     part = -(-numel // gpus) if optimizer_scope == "N" else numel
     chunk = numel if optimizer_scope == "G" else -(-part // nodes)
-    # A hop among one rank sends nothing and so encodes nothing.
+    # A hop with a single rank sends nothing, so it encodes nothing.
     specs: dict[str, ErrorBufferSpec] = {}
     if config.hops == "both" and gpus > 1 and intra is not None:
         specs["intra"] = ErrorBufferSpec(gpus * nodes, numel) if optimizer_scope == "G" else ErrorBufferSpec(gpus, part)
     if nodes > 1 and inter is not None:
         specs["inter"] = ErrorBufferSpec(nodes, chunk)
-    # On one node the intra-node hop makes the sums; only optimizer scope N gathers them back over that hop.
+    # On one node the intra-node hop makes the sums, and only optimizer scope N gathers them inside the node.
     if optimizer_scope != "G" and ("inter" in specs or (nodes == 1 and optimizer_scope == "N" and "intra" in specs)):
         specs["back"] = ErrorBufferSpec(1, chunk)
     return specs
@@ -159,7 +159,7 @@ def check_loco(error_feedback: object) -> None:
 
 
 def check_error_feedback(error_feedback: LoCo | None, name: str, intra: Codec | None, inter: Codec | None) -> None:
-    """Raise unless ``error_feedback`` has a codec to correct; ``name`` is the argument that gave ``inter``."""
+    """Raise if no hop of ``error_feedback`` has a codec to correct; ``name`` is the argument that gave ``inter``."""
     check_loco(error_feedback)
     if error_feedback is not None and inter is None and (intra is None or error_feedback.hops == "inter"):
         raise ValueError(

@@ -22,7 +22,7 @@ from fsdp_zpp.codecs import BlockCodec, Codec, Place
 # A group decodes on its own, and all records of a weight have the same length. So a chunk of a weight is a sequence of
 # records, and a slice of that sequence decodes on its own, too.
 
-_FIELD_ALIGNMENT = 4  # in bytes: each field starts at a multiple, so that scales can be viewed in their dtype
+_FIELD_ALIGNMENT = 4  # bytes; each field starts at a multiple of it, so that scales can be viewed in their dtype
 
 
 class Field(NamedTuple):
@@ -38,7 +38,7 @@ class Field(NamedTuple):
 
 
 class RecordLayout:
-    """The offsets of the fields in a record, one after the other."""
+    """The layout of a record, whose fields follow one after the other."""
 
     def __init__(self, *fields: Field) -> None:
         self.fields, self.nbytes = fields, 0
@@ -48,7 +48,7 @@ class RecordLayout:
             self.nbytes += -(-field.nbytes // _FIELD_ALIGNMENT) * _FIELD_ALIGNMENT
 
     def split(self, records: Tensor) -> dict[str, Tensor]:
-        """Return a view of each field of each record, [records, *shape] in the field's dtype, by its name.
+        """Return a view of each field in all records, [records, *shape] in the field's dtype, by the field's name.
 
         The records, uint8 [records, nbytes], need not be adjacent in memory, but each is contiguous.
         """
@@ -78,15 +78,15 @@ class RecordLayout:
 #
 # The codec of a weight that stays as it is stored. A chunk is a sequence of records, which the weight's format decodes.
 
-_PAYLOAD_ALIGNMENT = 16  # the size of a payload is a multiple, so that the next weight's payload is aligned as well
+_PAYLOAD_ALIGNMENT = 16  # bytes; a payload's size is a multiple of it, so that the next payload is aligned as well
 
 
 @dataclass(frozen=True)
 class StoredCodec(BlockCodec):
-    """Decodes records, and encodes nothing. Two are equal if their weights' records decode in the same way.
+    """Decodes records, and encodes nothing. Two codecs are equal if they decode records in the same way.
 
     Attributes:
-        description: Tells formats apart; see :class:`StoredFormat`.
+        description: Text that tells formats apart; see :class:`StoredFormat`.
         block: The number of values in a group.
     """
 
@@ -138,14 +138,14 @@ class StoredCodec(BlockCodec):
 #
 # A format in which a checkpoint stores a weight: the weight's tensors, and how they decode.
 
-_READ = 2**18  # values to read and decode at a time, since decoding takes several times their memory in fp32
-_DECODED_ON_GPUS = 2**24  # values to decode at a time on GPUs: with fewer, launching a kernel takes longer than its run
+_READ = 2**18  # values to read and decode at a time; decoding takes several times their fp32 memory
+_DECODED_ON_GPUS = 2**24  # values to decode at a time on GPUs: with fewer, a kernel's launch takes longer than its run
 
 REMEDY = "give a complete checkpoint, downloaded again"
 
 
 class NoStackError(ValueError):
-    """Matrices can't be stacked without being decoded."""
+    """Raised if matrices can't be stacked unless they are decoded."""
 
 
 class StoredTensors(Protocol):
@@ -187,7 +187,7 @@ class StoredFormat(ABC):
     @classmethod
     @abstractmethod
     def at(cls, key: str, tensors: StoredTensors, config: Settings) -> tuple[str, StoredFormat] | None:
-        """Return a weight's name in the model, and its format, if ``key`` is its main tensor; None otherwise.
+        """If ``key`` is the main tensor of a weight, return the weight's name in the model and its format; else None.
 
         Each weight has one main tensor, such as its codes. This method is called for each tensor of a checkpoint, so it
         must read nothing but headers, and small tensors that describe others.
@@ -226,11 +226,11 @@ class StoredFormat(ABC):
 
     @abstractmethod
     def decode(self, *args: Any, **fields: Any) -> Tensor:
-        """Decode the fields of records, each [groups, *field.shape], to floats [groups, ...] in the weight's order."""
+        """Decode fields, each [groups, *field.shape], to floats [groups, ...] in the order of the weight's values."""
 
     @property
     def codec(self) -> Codec:
-        """Return the codec of a weight that stays as stored; a subclass may return one of equal codes, such as NF4."""
+        """Return the codec of a weight that stays as stored; a subclass may return one with the same codes, as NF4."""
         return StoredCodec(self.description, self.group_numel, self.layout.nbytes, self.decode_into)
 
     def payload(self, records: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ class StoredFormat(ABC):
         return payload
 
     def refuse_infinite(self, records: Tensor) -> None:
-        """Raise ValueError if ``records`` have scales that are NaN or infinite: decoded values would be, too."""
+        """Raise ValueError if scales in ``records`` are NaN or infinite, since decoded values would be, too."""
         for field in self.layout.split(records).values():
             if field.is_floating_point() and not field.float().isfinite().all():
                 name = next(iter(self.keys.values()), f"a weight in {self.name}")
@@ -334,11 +334,11 @@ def refuse_misfit(key: str, found: object, expected: object) -> NoReturn:
 
 # ---- settings
 #
-# Settings in the ``quantization_config`` of a checkpoint's ``config.json``. A file may hold anything.
+# Settings in the ``quantization_config`` of a checkpoint's ``config.json``. The file may hold anything.
 #
-# Each quantization method has a table of known settings, with the values that can be read. Some settings don't concern
-# the weights. Unknown settings are refused, since they may change what the codes mean, as a rotation of the weights
-# does.
+# Each quantization method has a table of known settings, with the values that can be read; settings that don't concern
+# the weights may have any. Unknown settings are refused, since they may change the meaning of codes, as a rotation of
+# the weights does.
 
 T = TypeVar("T")
 
@@ -408,7 +408,7 @@ def block_size(settings: Settings, key: str) -> tuple[int, int] | None:
 def check_header(
     tensors: StoredTensors, key: str, *dtypes: torch.dtype, shape: Sequence[int | None] | None = (None, None)
 ) -> tuple[int, ...]:
-    """Return the shape of a stored tensor once its dtype and shape are checked; None allows any shape, or any size."""
+    """Check the dtype and shape of a stored tensor and return its shape; None allows any shape, or any size in it."""
     if key not in tensors:
         raise ValueError(f"the checkpoint has no {key}, though it has other tensors of the same weight; {REMEDY}")
     found, dtype = tensors.shape(key), tensors.dtype(key)

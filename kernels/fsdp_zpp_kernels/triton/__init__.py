@@ -25,11 +25,11 @@ from .kernels import (
 
 # ---- launch
 #
-# Launches that recur: all that stays the same between launches is prepared once.
+# Prepares recurring launches: all that is the same in each of them is computed once.
 #
 # For every call, Triton's JIT binds the arguments, inspects each for specialization, and looks up the compiled kernel,
-# which takes more CPU time than the launch itself. A sharded model launches kernels several times per unit and step,
-# hundreds of times with a quantized base, from a thread that is busy already.
+# which takes more CPU time than the launch itself. A sharded model launches several kernels per unit in a step, and
+# hundreds in all with a quantized base, from a thread that is busy already.
 
 
 class Launch:
@@ -65,10 +65,10 @@ class Launch:
         # A compiled kernel takes its arguments only by position.
         self._fixed = tuple(fixed[name] for name in kernel.arg_names if name in fixed)
         self._compiled: Callable[..., None] | None = None
-        self._device = -1  # get_device() of a CPU tensor; kernels are interpreted there
+        self._device = -1  # as get_device() of a CPU tensor, whose kernels are interpreted
 
     def __call__(self, first: Tensor, *others: Tensor | float) -> Tensor | None:
-        """Enqueue the kernel in the current stream of the tensors' device; return the payload that this allocates.
+        """Enqueue the kernel in the current stream of the tensors' device; return the payload, if this allocates one.
 
         Tensors are contiguous and come before the factors; uint8 tensors are payloads.
         """
@@ -150,9 +150,9 @@ def _shape_and_strides(shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[i
 # Tilings: values per thread, threads per program, and the facts about sizes that kernels are compiled for.
 #
 # The figures come from measurements on an H200 (``benchmarks/kernels/run.py``). A program of one warp finds the maximum
-# over a block without shared memory, and its threads never wait for another warp. More values per thread spread the
-# cost of computing addresses and of a block's scale over more values; fewer leave registers for more programs at a
-# time.
+# over a block without shared memory, and its threads never wait for another warp. With more values per thread,
+# computing addresses and a block's scale costs less per value; with fewer, a thread takes fewer registers, so more
+# programs run at a time.
 
 WARP = 32
 _CACHE_NBYTES = 2**26  # more than an H200's second-level cache holds
@@ -173,7 +173,7 @@ class Tiling(NamedTuple):
 
 def tiling(per_thread: int, threads: int, *layouts: PayloadLayout | None, max_registers: int | None = None) -> Tiling:
     """Return a tiling with ``per_thread`` values a thread and ``threads`` threads, or more for a larger block."""
-    # All numbers are powers of two, so a larger one is a multiple of a smaller one: blocks and warps are whole.
+    # All numbers are powers of two, so the larger are multiples of the smaller: a tile has whole blocks and warps.
     tile = max(per_thread * threads, *(layout.block for layout in layouts if layout is not None))
     return Tiling(tile, tile // per_thread // WARP, max_registers)
 
@@ -193,7 +193,7 @@ def sum_quantize_tiling(peers: int, layout: PayloadLayout, out_layout: PayloadLa
         return tiling(16, WARP, layout, out_layout)  # a 16-byte access
     few, many = (4, 8) if layout.bits == 4 else (0, 4)
     if few < peers <= many:
-        # Without a limit, the compiler starts all loads at once, and takes so many registers that too few programs run.
+        # Without a limit, the compiler starts all loads at once: they take so many registers that too few programs run.
         return tiling(32, WARP, layout, out_layout, max_registers=64)
     # 64 int4 codes are two 16-byte accesses and 16 int8 codes are one; see GROUP in ``dequantize_sum_quantize``.
     return tiling(64 if layout.bits == 4 else 16, WARP, layout, out_layout)
@@ -219,7 +219,7 @@ def delta_tiling(*layouts: PayloadLayout) -> Tiling:
 def align(numel: int) -> int:
     """Return the largest power of two that divides ``numel``, up to the 8 values of a 16-byte access.
 
-    Kernels take ``numel`` in this unit, which shows Triton how chunks are aligned. So each has at most four variants.
+    Kernels take ``numel`` in this unit, so Triton knows how chunks are aligned, and compiles at most four variants.
     """
     return min(numel & -numel, 8) or 8  # the lowest set bit; 0 has none, and any power divides it
 
@@ -230,12 +230,12 @@ def group(dtype: torch.dtype, layout: PayloadLayout) -> int:
 
 
 def zero(bits: int) -> int:
-    """Return the bits of the float that code 0 decodes to, 2**23 plus the code's offset; see ``decode_sum``."""
+    """Return the bits of 2**23 plus the offset of codes, the float that code 0 becomes; see ``decode_sum``."""
     return 0x4B000000 + (1 << (bits - 1))
 
 
 def eviction(nbytes: int) -> str:
-    # An output that exceeds the cache is gone before anybody reads it, so it must not push out what is still needed.
+    # An output larger than the cache is evicted before it is read, so it must not displace data that is still needed.
     return "evict_first" if nbytes > _CACHE_NBYTES else ""
 
 
@@ -244,7 +244,7 @@ def eviction(nbytes: int) -> str:
 # Operations in Triton: one launch each, transposition and padding included, without temporaries.
 #
 # The functions rely on the checks of ``ops.py`` and prepare a call. Each has a twin in ``reference.py`` with the same
-# name, signature and bits. ``kernels.py`` builds the kernels from the parts in ``tiles.py``.
+# name and signature and equal results, bit for bit. ``kernels.py`` builds the kernels from the parts in ``tiles.py``.
 
 
 def quantize(numel: int, rows: int, cols: int, layout: PayloadLayout, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -299,7 +299,7 @@ def quantize_with_feedback(
         payload=layout,
         GROUP=group(dtype, layout),
     )
-    # 1 - beta is in fp64, as in the reference: from an fp32 beta, a kernel could get another last bit.
+    # Compute 1 - beta in fp64, as the reference does: with an fp32 beta in a kernel, the last bit could differ.
     return lambda values, errors, beta: launch(values, errors, beta, 1 - beta)
 
 

@@ -21,13 +21,13 @@ from .tiles import (
 #
 # Kernels that quantize, sum, and do both; their grids are (tiles of a chunk, cols, rows).
 #
-# A kernel that reads or writes values takes ``numel`` in units of ``ALIGN`` values, which shows Triton how chunks are
-# aligned. All kernels take the length of payload rows in units of 16 bytes. No integer is specialized: Triton would
-# compile further variants for sizes that are 1 or multiples of 16. Sizes become 64-bit before they are multiplied.
+# A kernel that reads or writes values, not only payloads, takes ``numel`` in units of ``ALIGN`` values, so Triton knows
+# how chunks are aligned. All kernels take the length of payload rows in units of 16 bytes. No integer is specialized:
+# Triton would compile more variants, for a 1 and for multiples of 16. Sizes are made 64-bit, so no product overflows.
 #
 # [Note: Masks]
-# Only a chunk's last tile needs masks. So each body is compiled twice, without masks and ``MASKED``, and a program runs
-# the one that suits its tile.
+# Only a chunk's last tile needs masks. So the body of a kernel is compiled twice, with and without masks (``MASKED``),
+# and a program runs the version that suits its tile.
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -138,7 +138,7 @@ def sum_quantize_kernel(
 
 # ---- rows
 #
-# Kernels that decode payload rows that need not be adjacent. Their grids are (tiles of a chunk, 1, chunks), and rows
+# Kernels that decode payload rows, adjacent or apart. Their grids are (tiles of a chunk, 1, chunks), and rows
 # start ``stride_units`` times 16 bytes (4 words) apart. The output is never evicted first: the caller reads it next.
 
 
@@ -184,16 +184,16 @@ def nf4_rows_kernel(
             words, scales = load_words(tile_ptr, scales_ptr, left, 4, BLOCK, TILE, GROUP, MASKED)
             # The first value of each byte is its high nibble.
             codes = (words >> ((tl.arange(0, 8)[None, None, :] ^ 1) * 4)) & 15
-            # All levels lie in one cache line: a load is faster than selecting among 16 constants.
+            # All levels lie in one cache line, so loading one is faster than selecting it among 16 constants.
             store_groups(tl.load(levels_ptr + codes) * scales, out_ptr, numel, TILE, GROUP, MASKED, "")
 
 
 # ---- delta
 #
-# Kernels of deltas: one encodes values minus a decoded payload, the other adds a payload to another. Their grids are
-# (tiles of a chunk, chunks, 1).
+# Kernels of deltas: one encodes values minus a base's payload, the other adds a delta's payload to a base's. Their
+# grids are (tiles of a chunk, chunks, 1).
 #
-# Each is a single pass, so the decoded base, as large as the weights in fp32, never goes through memory.
+# Each is a single pass, so the decoded base, as large as the weights in fp32, is never in memory.
 
 _GROUP = tl.constexpr(16)  # int8 codes in a 16-byte access
 
