@@ -28,8 +28,8 @@ from .weight import Base, FrozenWeight, out_of_inference_mode
 #
 # Finds the parameters that FSDP has sharded, which can't be quantized any more.
 #
-# ``fully_shard`` makes a parameter a ``DTensor``. ``FullyShardedDataParallel`` flattens parameters: modules keep flat
-# views of them with ``use_orig_params=True``; otherwise one flat parameter replaces them.
+# ``fully_shard`` makes a parameter a ``DTensor``. ``FullyShardedDataParallel`` flattens parameters: modules keep them
+# in another shape with ``use_orig_params=True``; otherwise one flat parameter replaces them.
 
 # The parameters of a module by name, with their shapes before sharding.
 Shown = dict[str, tuple[nn.Parameter, torch.Size]]
@@ -73,7 +73,7 @@ def _flattened_parameters(model: nn.Module) -> dict[nn.Module, Shown]:
 Frozen: TypeAlias = "FrozenWeight | FrozenTensor"
 
 
-# Dynamo would trace the gather, and fix its buffers, and the unit that they hold then, as constants of the graph.
+# Dynamo would trace into the gather, and treat its buffers and the unit in them as constants of the graph.
 @torch.compiler.disable
 def frozen_linear(x: Tensor, weight: Frozen, bias: Tensor | None) -> Tensor:
     """Apply ``F.linear`` to ``x`` [..., in] with a frozen weight [out, in], in autocast's dtype or that of ``x``."""
@@ -435,7 +435,7 @@ def frozen_modules(model: nn.Module) -> Iterator[tuple[str, FrozenModule, Frozen
 
 def plain_class(module: nn.Module) -> type:
     """Return a frozen module's class without ``FrozenModule`` and without later mixins such as ``FSDPModule``."""
-    if parametrized := list(getattr(module, "parametrizations", ())):  # they need a class that would be lost
+    if parametrized := list(getattr(module, "parametrizations", ())):  # recorded in a class that would be lost
         raise RuntimeError(
             f"{', '.join(parametrized)} of a {type(module).__name__} with quantized weights is parametrized; call "
             "torch.nn.utils.parametrize.remove_parametrizations on it before you dequantize or copy the module"

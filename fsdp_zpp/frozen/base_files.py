@@ -57,7 +57,7 @@ logger = logging.getLogger("fsdp_zpp")
 def write_whole(path: Path, text: str) -> None:
     """Write a file. If this is interrupted, ``path`` has either its previous content or all of ``text``.
 
-    The folder is synced before the rename, so that an index reaches the disk after the files that it names.
+    The folder is synced before the rename, so the names of other new files in it are on disk before this one's.
     """
     aside = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     try:
@@ -193,7 +193,7 @@ def _saved_weight(name: str, entry: Any, path: Path) -> SavedWeight:
 class BaseWriter:
     """Writes tensors of a base, as they come, to files of at most ``limit`` bytes.
 
-    ``add`` keeps errors for ``finish`` to return: if it raised, the other ranks would wait in a collective.
+    Only ``finish`` reports errors: if another method raised, the other ranks would wait in a collective.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -333,7 +333,7 @@ def save_frozen_params(
     The model's first rank gathers and writes one weight at a time. It also writes persistent buffers and frozen
     parameters that are not quantized, but no trainable parameters or adapters. ``load_frozen_params`` reads the files
     on any number of ranks, without quantizing again. The model in memory does not change. An interrupted save may leave
-    files without an index; you can remove them. If two jobs save into one folder, it has one job's base.
+    files without an index; you can remove them. If two jobs save into one folder at once, it has the base of one.
 
     Args:
         model: A model whose frozen weights are quantized, sharded by FSDP or not.
@@ -360,7 +360,7 @@ def save_frozen_params(
     for weight, name in weights.items():  # on all ranks, since gathers are collective
         codes, scales = weight.codes_and_scales(weight.holder.gathered_payload(weight, weight.device))
         if writer is not None:
-            # Clone: on a CPU, codes and scales are views of a buffer, which the next gather overwrites.
+            # Clone: on a CPU, codes and scales are views of a buffer, which later gathers overwrite.
             writer.add({f"{name}.{CODES}": codes.cpu().clone(), f"{name}.{SCALES}": scales.cpu().clone()})
     if error := from_first_rank("" if writer is None else writer.finish(rest, stored), group):
         raise RuntimeError(f"the frozen base could not be saved to {folder}: {error}")
@@ -426,7 +426,7 @@ def load_frozen_params(
         model: A model of the same architecture, its base frozen, with any values or on the meta device, with or without
             adapters. Parameters that were trainable at the save are not in the files, and must be trainable here.
         path: The folder.
-        placement: As for ``quantize_frozen_params``. The saved base may have had another placement and other ranks.
+        placement: As for ``quantize_frozen_params``. This and the next three arguments may differ from the save's.
         gpus_per_node: As for ``quantize_frozen_params``.
         process_group: As for ``quantize_frozen_params``.
         device: As for ``quantize_frozen_params``.

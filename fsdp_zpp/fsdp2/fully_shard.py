@@ -97,7 +97,7 @@ def clip_grad_norm_(
     which torch refuses: modules with different optimizer scopes, experts on a mesh of their own, tensor parallelism for
     some of the parameters. Ranks must pass the same parameters in the same order, with or without gradients. A rank
     outside a parameter's mesh is taken to hold a copy of the parameter. So experts that differ between ranks must be
-    DTensors on a mesh that has the expert-parallel dimension.
+    DTensors, sharded over these ranks.
 
     Args:
         parameters: Parameters that are sharded by ``fully_shard``, this library's or torch's, and plain ones, whose
@@ -295,7 +295,7 @@ def _plan(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: d
         for each, own in strategies_below(module, outer, strategy).items():
             strategies |= dict.fromkeys(each.parameters(recurse=False), own)
     first = override_for(type(unwrapped(modules[0])), strategy.overrides) or outer
-    # Parts inherit a node size that is read from a 2-D mesh, but not one that the first module's override sets.
+    # Parts inherit the node size of a mesh of nodes x ranks, but not one that the first module's override sets.
     gpus_per_node = strategy.gpus_per_node if first.gpus_per_node is not None else call.over.strategy.gpus_per_node
     parts: dict[tuple[_MeshKey | None, Strategy], MeshPart] = {}
     for name, parameter in call.own:
@@ -431,7 +431,7 @@ def make_unit(
 
 
 def _not_to_be_encoded(parameters: list[tuple[str, nn.Parameter]]) -> list[Tensor]:
-    # Leave out trained weights that encode themselves: ``lazy_init`` in _torch_group.py checks them once sharded.
+    # A trained weight that encodes itself can be asked only after it is sharded; see ``lazy_init`` in _torch_group.py.
     return [p for p in packed(parameters).values() if not (p.requires_grad and encodes_itself(p))]
 
 
@@ -458,7 +458,7 @@ def _unit_for(part: MeshPart, layout: RankLayout) -> StrategyUnit:
 
 
 def _can_gather(ranks: ProcessMesh, one_mesh: bool, arguments: dict[str, Any], changes: bool) -> bool:
-    """Return whether a stock strategy's unit can gather in place of torch; else warn if torch ``changes`` values."""
+    """Return whether a stock unit can gather in place of torch; if not, warn if torch ``changes`` packed values."""
     reshard = arguments["reshard_after_forward"]
     elsewhere = any(arguments.get(name) is not None for name in ("shard_placement_fn", "dp_mesh_dims"))
     if one_mesh and not elsewhere and (reshard is None or isinstance(reshard, bool)):
@@ -573,7 +573,7 @@ def _check_mesh(mesh: DeviceMesh | None) -> None:
 
 
 def named_own_parameters(modules: list[nn.Module], ignored: Iterable[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters to shard, with names: all but ``ignored`` and those that an earlier call shards."""
+    """Return the parameters to shard, with names: all but ``ignored`` and those that an earlier call sharded."""
     inner = [child for module in modules for child in module.modules() if isinstance(child, FSDPModule)]
     others = {id(p) for child in inner for p in child.parameters()} | {id(p) for p in ignored}
     return [(name, p) for module in modules for name, p in module.named_parameters() if id(p) not in others]
@@ -635,14 +635,14 @@ def fully_shard(
     Args:
         module: The module, or several that are gathered together.
         strategy: Where each model state lives and how each hop is encoded.
-        mesh: The 1-D mesh of the data-parallel ranks, also as a dimension of a larger mesh. Default: all ranks.
+        mesh: The 1-D mesh of the data-parallel ranks; it may be a dimension of a larger mesh. Default: all ranks.
             The strategy's ``gpus_per_node`` counts ranks of this mesh. A 2-D mesh, as HSDP takes it, is read as
             nodes x ranks of a node. With ``dp_mesh_dims``, pass the whole SPMD mesh.
         reshard_after_forward: As torch's, except that an int is refused; parameter scope ``I`` keeps a secondary
             shard inside each node instead. On one node, ``Strategy("GGG")`` takes all of torch's arguments: it is
             torch's ``fully_shard`` itself, except for modules that hold packed values.
         **arguments: As torch's: ``mp_policy``, ``offload_policy``, ``shard_placement_fn``, ``ignored_params``,
-            ``dp_mesh_dims``. If ``shard_placement_fn`` gives parameters a mesh, that has the same nodes as ``mesh``.
+            ``dp_mesh_dims``. In a mesh that ``shard_placement_fn`` gives, ranks are on the same nodes as in ``mesh``.
 
     Returns:
         ``module``, whose class is now torch's ``FSDPModule``.

@@ -108,7 +108,7 @@ class Whole(FullTensor):
         if not gets(to):
             return None
         full, device = self._tensor.detach(), self._tensor.device
-        if isinstance(full, DTensor):  # its shard may be offloaded to the CPU
+        if isinstance(full, DTensor):  # it may be offloaded to the CPU
             device = torch.device(full.device_mesh.device_type)
             full = full.to_local()
         return full.to(device, self.as_delivered(dtype), copy=True)
@@ -308,7 +308,7 @@ class TensorOfModel:
 
 
 Others = Callable[[nn.Module], Mapping[str, FullTensor]]
-"""Returns the tensors of a module itself that are neither parameters nor buffers, by name; tied ones compare equal."""
+"""Returns a module's own tensors beside parameters and buffers, by name; tied ones must compare equal."""
 
 
 @torch.no_grad()  # so that taking the shard of a parameter records no autograd function
@@ -443,5 +443,5 @@ class GatherInTurn:
                 size = 0
             batches[-1].append(tensor)
             size += nbytes
-        # Largest first, so that the tensor that the caller still holds when the next batch starts is small.
+        # Largest first: the caller still holds the last one, the smallest, when the next batch starts.
         return [sorted(batch, key=self._peak_nbytes.__getitem__, reverse=True) for batch in batches]

@@ -138,14 +138,14 @@ class StoredCodec(BlockCodec):
 #
 # A format in which a checkpoint stores a weight: the weight's tensors, and how they decode.
 
-_READ = 2**18  # values to read and decode at a time; decoding takes several times their fp32 memory
+_READ = 2**18  # values to read and decode at a time, since decoding takes several times their memory in fp32
 _DECODED_ON_GPUS = 2**24  # values to decode at a time on GPUs: with fewer, a kernel's launch takes longer than its run
 
 REMEDY = "give a complete checkpoint, downloaded again"
 
 
 class NoStackError(ValueError):
-    """Raised if matrices can't be stacked unless they are decoded."""
+    """Raised if matrices can't be stacked without being decoded."""
 
 
 class StoredTensors(Protocol):
@@ -230,7 +230,7 @@ class StoredFormat(ABC):
 
     @property
     def codec(self) -> Codec:
-        """Return the codec of a weight that stays as stored; a subclass may return one with the same codes, as NF4."""
+        """Return the codec of a weight that stays as stored; a subclass may return one of equal codes, such as NF4."""
         return StoredCodec(self.description, self.group_numel, self.layout.nbytes, self.decode_into)
 
     def payload(self, records: Tensor) -> Tensor:
@@ -336,9 +336,9 @@ def refuse_misfit(key: str, found: object, expected: object) -> NoReturn:
 #
 # Settings in the ``quantization_config`` of a checkpoint's ``config.json``. The file may hold anything.
 #
-# Each quantization method has a table of known settings, with the values that can be read; settings that don't concern
-# the weights may have any. Unknown settings are refused, since they may change the meaning of codes, as a rotation of
-# the weights does.
+# Each quantization method has a table of known settings, with the values that can be read. Some settings don't concern
+# the weights. Unknown settings are refused, since they may change the meaning of codes, as a rotation of the weights
+# does.
 
 T = TypeVar("T")
 

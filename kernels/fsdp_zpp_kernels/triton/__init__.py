@@ -65,7 +65,7 @@ class Launch:
         # A compiled kernel takes its arguments only by position.
         self._fixed = tuple(fixed[name] for name in kernel.arg_names if name in fixed)
         self._compiled: Callable[..., None] | None = None
-        self._device = -1  # as get_device() of a CPU tensor, whose kernels are interpreted
+        self._device = -1  # get_device() of a CPU tensor; kernels are interpreted there
 
     def __call__(self, first: Tensor, *others: Tensor | float) -> Tensor | None:
         """Enqueue the kernel in the current stream of the tensors' device; return the payload, if this allocates one.

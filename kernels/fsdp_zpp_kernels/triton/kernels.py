@@ -23,7 +23,7 @@ from .tiles import (
 #
 # A kernel that reads or writes values, not only payloads, takes ``numel`` in units of ``ALIGN`` values, so Triton knows
 # how chunks are aligned. All kernels take the length of payload rows in units of 16 bytes. No integer is specialized:
-# Triton would compile more variants, for a 1 and for multiples of 16. Sizes are made 64-bit, so no product overflows.
+# Triton would compile more variants, for 1 and for multiples of 16. Sizes become 64-bit before they are multiplied.
 #
 # [Note: Masks]
 # Only a chunk's last tile needs masks. So the body of a kernel is compiled twice, with and without masks (``MASKED``),
@@ -190,8 +190,8 @@ def nf4_rows_kernel(
 
 # ---- delta
 #
-# Kernels of deltas: one encodes values minus a base's payload, the other adds a delta's payload to a base's. Their
-# grids are (tiles of a chunk, chunks, 1).
+# Kernels of deltas: one encodes values minus a decoded base, the other adds a delta's payload to a base's. Their grids
+# are (tiles of a chunk, chunks, 1).
 #
 # Each is a single pass, so the decoded base, as large as the weights in fp32, is never in memory.
 
