@@ -68,12 +68,12 @@ class Codec(ABC):
 
     @property
     def block_numel(self) -> int:
-        """Return the size of a chunk's blocks, in which values depend on each other; 0 if the whole chunk is one."""
+        """Return the number of values in a block, which are encoded together; 0 if the whole chunk is one block."""
         return 0
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of a chunk of ``numel`` values. They depend on ``numel`` alone, so ranks know all sizes."""
+        """Return the bytes of a chunk; they depend on ``numel`` alone, so each rank knows the sizes of the others."""
 
     @abstractmethod
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
@@ -100,14 +100,14 @@ class Codec(ABC):
         """
 
     def for_sum_of(self, peers: int) -> Codec:
-        """Return the codec for a sum over ``peers`` peers, each of which has sent its summand encoded by this codec."""
+        """Return the codec that encodes the sum of ``peers`` summands, each of which this codec has encoded."""
         return self
 
     def prepare_decode(self, device: torch.device) -> None:  # noqa: B027
         """Load what decoding needs besides payloads; called before a forward, once ``device`` holds payloads."""
 
     def decode_rows(self, payload: Tensor, out: Tensor) -> None:
-        """Decode rows of a larger payload, in order.
+        """Decode rows of a larger payload, without reordering.
 
         Args:
             payload: uint8 of shape [chunks, nbytes(numel)]. Rows may lie apart; each is contiguous.
@@ -128,14 +128,14 @@ class Codec(ABC):
         """
 
     def decode_sum_encode(self, payload: Tensor, numel: int, codec: Codec, scale: float) -> Tensor:
-        """Decode and sum as ``decode_sum`` does, then encode the fp32 sums with another codec, in the same order.
+        """Decode and sum as ``decode_sum`` does, then encode the fp32 sums with ``codec``; chunks keep their order.
 
         ``payload`` is uint8 [peers, chunks, nbytes(numel)], the result uint8 [chunks, codec.nbytes(numel)].
         """
         return codec.encode(self.sums(payload, numel, scale), 1, payload.shape[1])
 
     def sums(self, payload: Tensor, numel: int, scale: float) -> Tensor:
-        """Return the fp32 sums of ``decode_sum``, in the same order, flat: [chunks * numel]."""
+        """Return the sums of ``decode_sum`` in fp32, flat [chunks * numel]; chunks keep their order."""
         chunks = payload.shape[1]
         sums = torch.empty(chunks * numel, dtype=torch.float32, device=payload.device)
         self.decode_sum(payload, sums, 1, chunks, scale)
@@ -179,8 +179,8 @@ class FullPrecision(Codec):
             values = values.to(self.dtype)
         if rows > 1 and cols > 1:
             values = values.view(rows, cols, -1).transpose(0, 1)
-        # The payload is a view of contiguous values that are in dtype and in order. So a caller that changes the values
-        # must have sent the payload before, or encode again.
+        # If the values are contiguous, in dtype and in order, the payload is a view of them. So a caller sends the
+        # payload before it changes the values, or encodes again.
         return values.contiguous().view(rows * cols, -1).view(torch.uint8)
 
     def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
@@ -188,7 +188,7 @@ class FullPrecision(Codec):
 
     def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
         values = payload.view(self.dtype)
-        # fp32 whatever the dtype sent: bf16 sums over many ranks would lose the smaller terms.
+        # Sum in fp32, whichever dtype was sent: bf16 sums over many ranks would lose the smaller terms.
         if out.dtype == torch.float32 and (rows == 1 or cols == 1):
             torch.sum(values, dim=0, dtype=torch.float32, out=out.view(rows * cols, -1)).mul_(scale)
         else:
@@ -205,7 +205,7 @@ class FullPrecision(Codec):
             out.view(cols, rows, -1).copy_(chunks.view(rows, cols, -1).transpose(0, 1))
 
 
-full_precision = functools.cache(FullPrecision)  # every gather and reduction without a codec asks for one
+full_precision = functools.cache(FullPrecision)  # each gather and reduction without a codec calls it
 
 
 # ---- blocks
@@ -224,7 +224,7 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def blocks(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
-        """Return views of what a payload holds of each block: its codes, its scale.
+        """Return a view for each part of the blocks in a payload: the codes, the scales.
 
         ``payload`` is uint8 [chunks, nbytes(numel)], of whole blocks; its rows may lie apart. Each view is uint8
         [chunks, blocks, bytes of a block].
@@ -237,13 +237,13 @@ def copy_blocks(
     """Copy blocks of a payload into another one of the same codec, until the source ends or ``out`` is full.
 
     Args:
-        codec: The codec of both.
+        codec: The codec of both payloads.
         source: uint8 [chunks, nbytes(numel)]; blocks are numbered through all chunks.
         numel: The number of values in a chunk of ``source``.
         first: The first block to copy.
         out: A single chunk, uint8 [1, nbytes(out_numel)].
-        out_numel: The number of its values.
-        at: The block of ``out`` to write the first one to.
+        out_numel: The number of values in ``out``.
+        at: The block of ``out`` at which the copy starts.
     """
     per_chunk = numel // codec.block
     for part, written in zip(codec.blocks(source, numel), codec.blocks(out, out_numel), strict=True):
@@ -346,9 +346,9 @@ class Int4(Blockwise):
 
 @dataclass(frozen=True)
 class Int2(Blockwise):
-    """-3, -1, 1 and 3 times a scale that follows a block's root mean square; 0.25 + 4 / block bytes per value.
+    """Levels of -3, -1, 1 and 3 times a scale from a block's root mean square; 0.25 + 4 / block bytes per value.
 
-    Larger values clip, and no level is 0. So it is for deltas alone, where the next delta makes up for such errors.
+    Larger values clip, and no level is 0. So ``Int2`` is for deltas alone: the next delta makes up for these errors.
     """
 
     block: int = 256
@@ -363,18 +363,18 @@ class Int2(Blockwise):
 #
 # A step changes weights only slightly. So the delta ``W - R`` from the base R, which the receivers hold, takes far
 # fewer bits than W for the same error (SDP4Bit's qWD, arXiv 2410.15526, section 3.1). Receivers add the delta to their
-# base, the secondary shard, which is therefore the sum of everything sent so far. Errors do not build up: the sender
-# holds the same base, bit for bit, and takes the next delta against it, so the next delta includes what this one lost.
+# base, the secondary shard. So the base is the sum of everything sent so far. Errors do not build up: the sender holds
+# the same base, bit for bit, and the next delta starts from this base, so it includes the loss of the delta before it.
 # In 2 bits, a delta loses a third of its root mean square if its values are normally distributed. It clips values at
 # 1.49 times the root mean square of their block, so it loses more if few weights of a block change.
 #
-# Weights that do not come from a step (from a checkpoint, for example) are far from R. They are sent whole, encoded as
-# R is, and so is the first gather. To resume a training exactly, its checkpoint must contain R (runtime/checkpoint.py).
+# Weights that do not come from a step (from a checkpoint, for example) are far from R. So they are sent whole, encoded
+# as R is, as is the first gather. To resume a training exactly, its checkpoint must contain R (runtime/checkpoint.py).
 
 
 @dataclass(frozen=True)
 class Delta(Codec):
-    """A codec of weights whose inter-node hop sends deltas; ``whole`` encodes whole weights."""
+    """A codec of weights that sends deltas over the inter-node hop; ``whole`` encodes whole weights."""
 
     changes_in: ClassVar[type[Blockwise]]
     block: int = 256
@@ -415,14 +415,14 @@ class Delta(Codec):
         """Encode the delta from this rank's part of the base to ``values``; all ranks of a hop add it to the base.
 
         ``base`` is uint8 [rows, nbytes(numel)], ``values`` are flat [rows * numel], and the result is uint8
-        [rows, changes.nbytes(numel)]. Rows of the base and of the result end in a ``tail``, as those of
+        [rows, changes.nbytes(numel)]. Rows of the base and of the result end in ``tail`` fp32 values; see
         :class:`ExactTail`.
         """
         codec, changes = self.whole, self.changes
         return quantize_delta(values, base, codec.bits, codec.block, changes.bits, changes.block, tail)
 
     def apply_delta(self, base: Tensor, deltas: Tensor, numel: int, tail: int = 0) -> Tensor:
-        """Return ``base`` plus ``deltas``, made by ``encode_delta`` on each rank; rows have ``numel`` values."""
+        """Return ``base`` plus the ``deltas`` that ``encode_delta`` returns; a row encodes ``numel`` values."""
         codec, changes = self.whole, self.changes
         return add_delta(base, deltas, numel, codec.bits, codec.block, changes.bits, changes.block, tail)
 
@@ -430,7 +430,7 @@ class Delta(Codec):
 @explains_keywords
 @dataclass(frozen=True)
 class Int4Delta(Delta):
-    """Codec of weights whose inter-node hop sends changes in 4 bits: half the bytes of ``Int8`` at nearly its error.
+    """Codec that sends changes of weights between nodes, in 4 bits: half the bytes of ``Int8`` at nearly its error.
 
     For strategies that keep a secondary shard in each node (first letter ``I``, third ``G``). A change is encoded
     against the base that other nodes hold, so errors do not build up (SDP4Bit, arXiv 2410.15526, qWD).
@@ -450,7 +450,7 @@ class Int4Delta(Delta):
 @explains_keywords
 @dataclass(frozen=True)
 class Int2Delta(Delta):
-    """Codec of weights whose inter-node hop sends changes in 2 bits: half the bytes of ``Int4Delta``.
+    """Codec that sends changes of weights between nodes, in 2 bits: half the bytes of ``Int4Delta``.
 
     For strategies that keep a secondary shard in each node (first letter ``I``, third ``G``). A change is encoded
     against the base that other nodes hold, so errors do not build up (SDP4Bit, arXiv 2410.15526, qWD). A delta loses
@@ -531,8 +531,8 @@ class NF4(_ScaledBlocks):
         """Return codes and scales of whole blocks; the scale of a block that is not finite is NaN."""
         import bitsandbytes.functional  # on use, since that takes seconds
 
-        # bitsandbytes quantizes in CUDA's default stream, whichever stream is current. So that stream waits for the
-        # values, and the current one for the result.
+        # bitsandbytes quantizes in CUDA's default stream, whichever stream is current. So the default stream waits
+        # for the values, and the current stream for the result.
         current = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
         if current is not None:
             torch.cuda.default_stream(flat.device).wait_stream(current)
@@ -568,14 +568,14 @@ class NF4(_ScaledBlocks):
 
 # ---- as stored
 #
-# ``"as stored"`` and ``"auto"``: frozen weights keep the codes in which a checkpoint, or a library, has them.
+# ``"as stored"`` and ``"auto"``: frozen weights keep the codes that a checkpoint or a library has for them.
 
 FrozenName = Literal["as stored", "auto"]  # in place of a codec of frozen weights
 
 
 @dataclass(frozen=True)
 class AsStored(Codec):
-    """Stands for the format of each weight until that is known. It encodes nothing itself.
+    """Stands for each weight's stored format until the format is known. Encodes nothing itself.
 
     Args:
         otherwise: The codec of weights that are not stored quantized; None leaves them as they are.
@@ -608,7 +608,7 @@ NAMED: dict[object, AsStored] = {codec.name: codec for codec in (AsStored(), AsS
 
 
 def codec_of_plain(codec: Codec | None) -> Codec | None:
-    """Return the codec for frozen weights that are stored in full precision, given the one for all frozen weights."""
+    """Return the codec for frozen weights that are stored in full precision; ``codec`` is for all frozen weights."""
     return codec.otherwise or codec if isinstance(codec, AsStored) else codec
 
 
@@ -616,8 +616,8 @@ def codec_of_plain(codec: Codec | None) -> Codec | None:
 #
 # Rows that carry some values exactly, beside those that a codec encodes.
 #
-# Values that share a scale with far larger ones are lost. So the few that a codec would lose travel in fp32, in the
-# tail of a row, while the codec encodes zeros in their places::
+# Values that share a scale with far larger ones are lost. So the few values that a codec would lose travel in fp32, in
+# the tail of a row, and the codec encodes zeros in their places::
 #
 #     | what the codec makes of the chunk | zeros to 16 bytes | ``tail`` fp32 values |
 #
@@ -628,10 +628,10 @@ def codec_of_plain(codec: Codec | None) -> Codec | None:
 
 @dataclass(frozen=True)
 class ExactTail(Codec):
-    """A codec whose rows end in a tail. Kernels of the library's codecs leave room for it; other codecs cost a copy.
+    """A codec whose rows end in a tail. Blockwise kernels leave room for the tail; rows of other codecs are copied.
 
     Args:
-        codec: Encodes what precedes the tail.
+        codec: Encodes the part of a row before the tail.
         tail: Number of fp32 values at the end of each row, a multiple of 4, so that rows stay aligned to 16 bytes.
 
     Raises:
@@ -712,7 +712,7 @@ exact_tail = functools.lru_cache(maxsize=128)(ExactTail)
 
 
 def without_tail(codec: Codec) -> tuple[Codec, int]:
-    """Return the codec of what precedes a row's tail, and the length of the tail: ``codec`` and 0 if it has none."""
+    """Return the codec of a row up to the tail, and the tail's length: ``codec`` and 0 if ``codec`` has no tail."""
     return (codec.codec, codec.tail) if isinstance(codec, ExactTail) else (codec, 0)
 
 

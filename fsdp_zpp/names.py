@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-# ---- FQNs without what FSDP, checkpointing, torch.compile and PEFT insert
+# ---- FQNs without the parts that FSDP, activation checkpointing, torch.compile and PEFT insert
 #
-# Files hold the base and must be readable whether or not any of these wrap the model. So a tensor's name in files is
+# Files hold the base model and must be readable whether or not any of these wrap it. So a tensor's name in files is
 # its FQN without the parts that wrappers insert; the modules show which parts these are. Tensors of adapters have no
 # name in the base. A tied tensor has several names, and files have at least one of them.
 
-# Children with the wrapped module, in PEFT's ModulesToSaveWrapper and TrainableTokensWrapper.
+# Names of the child that is the wrapped module, in PEFT's ModulesToSaveWrapper and TrainableTokensWrapper.
 _PASSED = ("original_module", "token_adapter")
-# Children with the wrapped module, in wrappers of FSDP, activation checkpointing and torch.compile.
+# Names of the child that is the wrapped module, in wrappers of FSDP, activation checkpointing and torch.compile.
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
@@ -42,12 +42,12 @@ def model_name(model: nn.Module) -> str:
 
 
 def base_fqns(module: nn.Module, path: str = "", base: str | None = "") -> Iterator[tuple[str, str | None, nn.Module]]:
-    """Yield each module, its FQN and its FQN in the base (None for an adapter's); shared ones under every FQN."""
+    """Yield each module's FQN, its FQN in the base (None in adapters) and the module; a shared one under all FQNs."""
     # named_modules() is not enough: a module's FQN in the base depends on the wrappers around it.
     inserted = _inserted_children(module)
     yield path, None if inserted is not None else base, module
     for name, child in module._modules.items():
-        if child is None:  # registered, but left out by this model
+        if child is None:  # registered as None
             continue
         if inserted is not None:
             below = base if name in inserted else None
@@ -57,7 +57,7 @@ def base_fqns(module: nn.Module, path: str = "", base: str | None = "") -> Itera
 
 
 def _inserted_children(module: nn.Module) -> tuple[str, ...] | None:
-    """Return the children that stand for ``module`` in the base if PEFT inserted it; None if PEFT did not."""
+    """Return the names of the children that ``module`` wraps if PEFT inserted it; None if PEFT did not."""
     children = module._modules
     if hasattr(module, "adapter_layer_names"):
         if "base_layer" in children:
@@ -105,13 +105,13 @@ def check_keywords(call: str, given: Iterable[str], known: Iterable[str]) -> Non
 
 
 def explains_keywords(cls: C) -> C:
-    """Let the constructor of a class suggest an argument in place of an unknown one."""
+    """Make the error of a constructor for an unknown argument suggest a known one."""
     cls.__init__ = explains_arguments(cls.__init__)  # type: ignore[misc]
     return cls
 
 
 def explains_arguments(function: F) -> F:
-    """Let a function suggest an argument in place of an unknown one."""
+    """Make the error of a function for an unknown argument suggest a known one."""
     known = [name for name in inspect.signature(function).parameters if name != "self"]
     name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 

@@ -23,15 +23,15 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprint(shard: Tensor) -> str:
-    """Return a hash of the values, in which -0 and 0 are equal. Waits for the device."""
+    """Return a hash of the values, the same for -0 and 0. Waits for the device."""
     # To create optimizer states, torch's state dict functions run a step, which may turn -0 into 0.
     values = (shard.detach() + 0.0).cpu().reshape(-1).view(torch.uint8)
     return f"{shard.dtype} {hashlib.blake2b(values.numpy().data, digest_size=16).hexdigest()}"
 
 
 def checksums(shards: Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
-    """Return the dtype of each shard and a sum over the bits of its values, in which -0 and 0 are equal."""
-    # Any device computes the same sum, so each shard is summed on its device, with memory for a few million values.
+    """Return the dtype of each shard and a sum over the bits of its values, the same for -0 and 0."""
+    # Any device computes the same sum, so each shard is summed where it is, at most a few million values at a time.
     sums = [_checksum(shard) for shard in shards.values()]
     devices = {each.device for each in sums}
     totals = torch.stack(sums if len(devices) == 1 else [each.cpu() for each in sums]).tolist() if sums else []
@@ -43,7 +43,7 @@ def _checksum(shard: Tensor) -> Tensor:
     parts = [part.reshape(-1) for part in plain_parts(shard.detach())]
     # A chunk fits into a CPU's cache, or keeps a GPU busy.
     size = min(1 << 16 if shard.device.type == "cpu" else 1 << 22, max(map(len, parts), default=1)) or 1
-    # The value at i has the factor 2 * i + 1. An odd factor is invertible modulo 2**64, so it hides no change of a bit.
+    # The value at i has the factor 2 * i + 1. Odd factors are invertible modulo 2**64, so no change of a bit is lost.
     factors = 2 * torch.arange(size, device=shard.device) + 1
     for part in parts:
         for chunk in part.split(size):
@@ -56,7 +56,7 @@ def _checksum(shard: Tensor) -> Tensor:
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors that a tensor subclass wraps; a plain tensor is its only part."""
+    """Yield the plain tensors that a tensor subclass wraps; a plain tensor yields itself alone."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -72,12 +72,12 @@ def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[flo
     """Return ``values`` summed over the ranks of each group in turn, in fp64. Collective.
 
     All ranks of a group add the same numbers in the same order and get the same bits, and so do groups that hold the
-    same numbers. So a sum over all axes of a mesh is the same on the whole mesh. Torch's fake backend adds nothing.
+    same numbers. So a sum over all axes of a mesh is the same on the whole mesh. Fake groups of torch are skipped.
     """
     for group in groups:
         if dist.get_backend(group) == "fake":
             continue
-        # The all-reduce adds zeros to each number, which is exact in any order.
+        # Each rank has a row of its own. So the all-reduce adds only zeros to a number, which is exact in any order.
         of_all = torch.zeros(group.size(), len(values), dtype=torch.float64, device=collective_device(group))
         of_all[dist.get_rank(group)] = values
         dist.all_reduce(of_all, group=group)
@@ -90,15 +90,15 @@ def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[flo
 #
 # [Note: Agreement]
 # Ranks that were given different strategies, codecs or node sizes would make different process groups and send payloads
-# of different sizes: they would hang, or misread each other's bytes. So whatever sets up communication first compares
-# its arguments between ranks: by a hash, in one collective of 16 bytes, however many ranks there are. Only if hashes
+# of different sizes: they would hang, or misread each other's bytes. So each call that sets up communication first
+# compares its arguments between ranks: it all-reduces a hash, in 16 bytes however many ranks there are. Only if hashes
 # differ do ranks exchange the arguments themselves, so that the error on every rank lists them by rank.
 #
 # All comparisons send a message of the same form, even those that also ask if a function has failed or if a condition
-# holds on any rank. So different calls over the same ranks meet in one comparison, which reports them.
+# holds on any rank. So if ranks of a group make different calls, the comparison does not hang, and reports them.
 # Examples: one rank wraps a block while another wraps the root or runs its first forward; one node exchanges weights
-# before a forward, another at the end of its loop. Some mistakes escape comparison. If a rank never makes such a call
-# (because it uses torch's own strategies), or makes it over other ranks, the others hang. A rank that is given neither
+# before a forward, another at the end of its loop. Some mistakes escape comparison. If a rank never compares (because
+# it uses torch's own strategies), or compares with other ranks, the rest hang. A rank that is given neither
 # a mesh nor a process group raises alone: it does not know which ranks to compare with.
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -141,7 +141,7 @@ def on_any_rank(
     facts: Mapping[str, object] | None = None,
     device: torch.device | None = None,
 ) -> bool:
-    """Return whether ``here`` is true on any rank; other arguments as in :func:`check_agreement`. Collective."""
+    """Return whether ``here`` is true on any rank; :func:`check_agreement` has the other arguments. Collective."""
     if group is None or _is_alone(group):
         return here
     anywhere, reports = _compare(group, _Report(call, _as_text(facts or {})), here=here, device=device)
@@ -165,8 +165,8 @@ def _hash(text: str) -> bytes:
 def _compare(
     group: dist.ProcessGroup, report: _Report, *, here: bool = False, device: torch.device | None = None
 ) -> tuple[bool, dict[int, _Report]]:
-    """Return whether ``here`` is true on any rank, and each rank's report if they differ. Collective."""
-    # 56 bits of the hash and the flag fit an int64, as does its negative: the MAX of both gives both bounds.
+    """Return whether ``here`` is true on any rank, and all ranks' reports if reports differ. Collective."""
+    # 56 bits of the hash and the flag make an int64. The MAX of it and of its negative gives highest and lowest.
     digest = _hash(json.dumps([report.call, *report.facts.items(), report.failure]))
     number = int.from_bytes(digest[:7], "big") << 1 | here
     bounds = torch.tensor([number, -number], dtype=torch.int64, device=collective_device(group, device))
@@ -259,13 +259,13 @@ def agree(
     Args:
         group: The ranks; None means this process alone.
         act: The function that may fail. It must not communicate, nor change anything that an error would have to undo.
-        summary: Returns the facts that must be the same on all ranks, by name, or a text of any length.
-        difference: The verb phrase of the error for texts that differ, such as "read different files from".
+        summary: Returns facts by name, or a text of any length; they must be the same on all ranks.
+        difference: The verb phrase of the error if texts differ, such as "read different files from".
 
     Raises:
         ValueError: If ranks differ in ``summary``.
-        Exception: The exception of ``act`` on this rank. If ``act`` succeeds here, the message is that of the first
-            rank that fails; the type is the same if it is ValueError or TypeError, and RuntimeError otherwise.
+        Exception: The exception of ``act`` on this rank. If ``act`` succeeds here, an error with the message of the
+            first rank that fails: a ValueError or TypeError if that rank raises one, else a RuntimeError.
     """
     if group is None or _is_alone(group):
         return act()
@@ -305,7 +305,7 @@ def from_each_rank(value: T, group: dist.ProcessGroup, device: torch.device | No
 
 
 def run_on_first_rank(act: Callable[[], None]) -> None:
-    """Run ``act`` on rank 0; the others wait until it is done, and raise its OSError. Collective."""
+    """Run ``act`` on rank 0 while other ranks wait. If ``act`` raises an OSError, all ranks raise it. Collective."""
     failure: OSError | None = None
     if dist.get_rank() == 0:
         try:
@@ -319,7 +319,7 @@ def run_on_first_rank(act: Callable[[], None]) -> None:
 def all_reduce_flags(
     by_unit: Sequence[tuple[U, ProcessMesh, Sequence[bool]]],
 ) -> list[tuple[U, Callable[[], list[bool]]]]:
-    """Combine the flags of each unit over ranks, by OR; all ranks give the same units. Collective, once per mesh.
+    """Combine the flags of each unit over ranks, by OR; all ranks must pass the same units. Collective, once per mesh.
 
     Returns:
         Each unit, with a function that waits for the device and returns the unit's combined flags. A rank that has set
@@ -361,7 +361,7 @@ def _part_of(of_all: Callable[[], list[bool]], start: int, length: int) -> list[
 def check_replicas(held: Iterable[Tensor], mesh: ProcessMesh, scope: str, model: str) -> None:
     """Raise a ValueError on every rank of ``mesh`` if its replicas hold different values. Collective over ``mesh``.
 
-    Under ``scope`` ``I`` nodes are replicas of each other, under ``N`` ranks are; ``G`` has none.
+    Under ``scope`` ``I``, nodes are replicas of each other; under ``N``, ranks are; under ``G``, there are no replicas.
     """
     if not replicas_are_equal(held, mesh, scope):
         who = "nodes" if scope == "I" else "ranks"
@@ -388,7 +388,7 @@ def replicas_are_equal(held: Iterable[Tensor], mesh: ProcessMesh, scope: str) ->
         bounds = for_collectives(bounds, group)  # parameters may be offloaded
     if mesh.inter is not None:
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.inter)
-    if scope == "I":  # each rank of a node compares its own part, and all need the node's answer
+    if scope == "I":  # each rank compares its own part; the next all-reduce joins the answers
         bounds = torch.stack([(bounds[0] != -bounds[1]).long(), bounds.new_zeros(())])
     if mesh.intra is not None:
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=mesh.intra)

@@ -41,10 +41,10 @@ class StrategyHandle(FlatParamHandle):
     """A flat parameter's handle that gathers and reduces through a strategy.
 
     :func:`adopt_handle` makes it from the handle that torch built. It overrides torch's methods that gather, reshard
-    and show parameters, and is the source of the unit's secondary shard. torch itself gathers in full precision: for
-    state dicts, ``summon_full_params``, and evaluation under FSDP_USE_FULL_PREC_IN_EVAL.
+    and show parameters, and the unit's secondary shard reads the shard through it. Gathers in full precision stay with
+    torch: for state dicts, ``summon_full_params``, and evaluation under FSDP_USE_FULL_PREC_IN_EVAL.
 
-    The handle calls ``written_back()`` after parameters are written to the shard, or moved.
+    ``written_back()`` is called after parameters are written back to the shard, or moved.
     """
 
     written_back: Callable[[], None]
@@ -79,7 +79,7 @@ class StrategyHandle(FlatParamHandle):
 
     def pre_unshard(self) -> bool:
         unsharding = super().pre_unshard()
-        # Read the version after super(), which changes it by copying replaced parameters to the shard.
+        # Read the version after super(), which copies replaced parameters to the shard and so changes the version.
         if self._training_state == HandleTrainingState.SUMMON_FULL_PARAMS:
             self._version_at_summon = self.shard_version()
         return unsharding
@@ -95,7 +95,7 @@ class StrategyHandle(FlatParamHandle):
         # Parameter scope N keeps gathered weights until they change; weights_changed() frees them then.
         super().reshard(free_unsharded_flat_param and (summoned or not self._keeps_unsharded))
         if summoned and self._gather is not None:
-            # Edits of summoned parameters change the version, but reach the shard only by a writeback.
+            # Edits of summoned parameters change the version, but only a writeback brings them to the shard.
             self._gather.secondary.rebase_version(self._version_at_summon, self.shard_version())
 
     def needs_unshard(self) -> bool:
@@ -105,7 +105,7 @@ class StrategyHandle(FlatParamHandle):
             self._holds_decoded_weights
             and self._gather_is_lossy
             and self._wants_full_precision()
-            and not self._uses_param_mixed_precision  # with it, full precision has a separate buffer
+            and not self._uses_param_mixed_precision  # with it, full-precision weights have their own buffer
         ):
             if self._prefetched:
                 self._leave_prefetched()
@@ -138,7 +138,7 @@ class StrategyHandle(FlatParamHandle):
             )
         self._gather(shard, padded_unsharded_flat_param, self.shard_version())
         self._holds_decoded_weights = True
-        if self._offload_params:  # the device's copy is freed on return, and the encoding may still read it
+        if self._offload_params:  # ``shard``, a copy, is freed on return, but a stream may still encode it
             no_dispatch_record_stream(shard, self._device_handle.current_stream())
         return padded_unsharded_flat_param
 
@@ -186,7 +186,7 @@ class StrategyHandle(FlatParamHandle):
     def weights_changed(self, by_step: bool) -> None:
         # Free stale weights: FSDP leaves the root gathered, and also units that a forward prefetches but does not run.
         initialized = hasattr(self.flat_param, "_full_param_padded")
-        # A prefetched unit counts as idle, but a backward (in which an optimizer may step) is about to use it.
+        # A prefetched unit is IDLE, too. If an optimizer steps in a backward, the backward is about to use the unit.
         is_in_use = self._prefetched and torch._C._current_graph_task_id() != -1
         if initialized and self._training_state == HandleTrainingState.IDLE and not is_in_use:
             if self._prefetched:
@@ -205,7 +205,7 @@ class StrategyHandle(FlatParamHandle):
             self.gradients.used.clear()
 
     def drop_cleared_gradients(self) -> None:
-        """Drop the flat gradient if all original gradients are None, since a move would take it along."""
+        """Drop the flat gradient if all original gradients are None, so that a move of the model leaves it behind."""
         self._reset_flat_param_grad_info_if_needed()
 
     # ---- ShardSource: reads of the shard before FSDP gathers
@@ -242,7 +242,7 @@ class StrategyHandle(FlatParamHandle):
 
     def flat_param_to(self, *args: object, **kwargs: object) -> None:
         super().flat_param_to(*args, **kwargs)
-        # Only a user moves an idle unit, unless FSDP offloads parameters.
+        # If FSDP does not offload parameters, only a user moves an idle unit.
         if self._training_state == HandleTrainingState.IDLE and not self._offload_params:
             self.moved()
 
@@ -251,8 +251,8 @@ class StrategyHandle(FlatParamHandle):
         self.views.drop()
         flat_param = self.flat_param
         shard = getattr(flat_param, "_local_shard", None)  # there is none until FSDP's lazy initialization
-        # FSDP returns to ``_local_shard`` after the next forward: writes to the new memory must be writes to it.
-        # After a change of dtype, the next gather raises.
+        # After the next forward, FSDP uses ``_local_shard`` again, so it must be the new memory, to which users write.
+        # If the dtype has changed, the next gather raises an error.
         same_kind = shard is not None and (flat_param.dtype, flat_param.size()) == (shard.dtype, shard.size())
         if same_kind and not self._offload_params:
             flat_param._local_shard = flat_param.data
@@ -342,12 +342,12 @@ def adopt_handle(instance: FullyShardedDataParallel, unit: StrategyUnit) -> None
     if unit.gather is not None:
         unit.gather.secondary.source = handle
     if unit.reductions.all:
-        # register_comm_hook() takes only a root, and makes the instance one.
+        # register_comm_hook() accepts a root alone, and would make this instance a root.
         instance._comm_hook, instance._comm_hook_state = HandleGradients.reduce, handle.gradients
 
 
 def flattened_sites(instance: FullyShardedDataParallel) -> set[tuple[nn.Module, str]]:
-    """Return the module and the name in it of each parameter that ``instance`` has flattened."""
+    """Return, for each parameter that ``instance`` has flattened, its module and its name in that module."""
     handle = instance._handle
     return set() if handle is None else {(info.module, info.param_name) for info in handle.flat_param._param_infos}
 
@@ -449,8 +449,8 @@ class HandleBackwardWatch(StepWatch):
         self.reduce_remaining()
         for handle in self._handles:
             handle.gradients.took_part |= handle.gradients.is_of_micro_batch
-            # This mask marks parameters without gradients. torch resets it only in reductions, so it would clear the
-            # new gradient of a parameter that was unfrozen since the last one, or whose gradient alone was cleared.
+            # torch sets the gradients of parameters in this mask to None, and resets the mask only in reductions. So a
+            # parameter unfrozen since the last reduction, or the only one cleared, would lose its new gradient.
             if not handle.uses_sharded_strategy and handle._training_state == HandleTrainingState.BACKWARD_POST:
                 handle._reset_is_grad_none()
 
@@ -476,7 +476,7 @@ class HandleBackwardWatch(StepWatch):
     def end(self, synchronized: bool) -> None:
         for handle in self._handles:
             # FSDP does not reshard a unit without shards, so modules would keep views in place of frozen parameters.
-            # Skip a unit that shows parameters: a replaced one may hold values that no forward has copied yet.
+            # Skip a unit whose modules show parameters: a replaced parameter may hold values not yet in the shard.
             if not handle.uses_sharded_strategy and handle.views.are_shown:
                 handle.reshard(False)
             handle.gradients.end_backward(synchronized)

@@ -77,7 +77,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         if states:
             self._set_missing_names(states[0]._modules[0])
         groups = [group for state in states for group in groups_of(state) if isinstance(group, StrategyGroup)]
-        # Lazy initialization may replace a group's parameters, so the callback waits until the last one is initialized.
+        # Lazy initialization may replace a group's parameters, so the callback waits for the last group.
         if groups and groups[-1] is self and self._on_lazy_init is not None:
             self._on_lazy_init(states[0]._modules[0])  # the root's state comes first
             self._on_lazy_init = None
@@ -92,7 +92,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
                 self._all_gather_comm = self.weights.comm
 
     def _set_missing_names(self, root: nn.Module) -> None:
-        """Set the FQNs of parameters that torch did not find on their modules because ``unshard()`` replaced them."""
+        """Set FQNs that torch left None: an earlier ``unshard()`` had replaced the parameters on their modules."""
         if all(param._param_fqn is not None for param in self.fsdp_params):
             return
         paths = {module: path for path, module in root.named_modules()}
@@ -137,7 +137,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         with self._labelled("FSDP::all_gather"), self.device_handle.stream(stream):
             if plan.joins and (secondary.encoded_by is None or plan.numel == 0):
                 shard = plan.join_inputs()
-            # If ``shard`` is None, a stale secondary shard needs no version: ``weights.read()`` returns one.
+            # If ``shard`` is None, a stale secondary shard calls ``weights.read()``, which also returns the version.
             is_compared = self.weights.reuses and not (secondary.stale and shard is None)
             out = torch.empty(plan.numel, dtype=plan.dtype, device=self.device)
             gather(shard, out, self.weights.shard_version() if is_compared else None)
@@ -160,7 +160,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         if plan is None or not plan.swaps or not by_strategy:
             if by_strategy and plan is not None and plan.mixed and plan.dtype != torch.uint8:
                 self.device_handle.current_stream().wait_event(result.all_gather_event)
-                # torch keeps only ``as_bytes`` alive, so the memory of the output could be reused too early.
+                # torch keeps only ``as_bytes`` alive: if not kept, the output's memory could be reused too early.
                 as_bytes = plan.as_torch_gathers(keep_until_read(result.all_gather_output))
                 self._all_gather_result = result._replace(all_gather_output=as_bytes)
             super().wait_for_unshard()
@@ -179,7 +179,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             self._sharded_state = ShardedState.UNSHARDED
         copied = self.device_handle.Event()
         copied.record()
-        # A forward keeps the output until it unshards the next group, whose gather need not wait for the copy-out.
+        # In a forward, the output lives until the next group unshards, so that gather need not wait for the copy-out.
         if in_forward:
             self.comm_ctx.all_gather_state = AllGatherState(result, copied)
         else:
@@ -188,7 +188,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     def _gather_after(self, event: torch.Event | None) -> None:
         context = self.comm_ctx
-        if event is not None and hasattr(context, "all_gather_stream"):  # there is none before lazy initialization
+        if event is not None and hasattr(context, "all_gather_stream"):  # lazy initialization creates the streams
             context.all_gather_copy_in_stream.wait_event(event)
             context.all_gather_stream.wait_event(event)
 
@@ -294,7 +294,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         self.drop_unsharded()
         if not by_step:
             self.weights.plan = None
-            # Users set this event after a step. It may not cover this change. Without it, gathers wait for all writes.
+            # A user records this event after a step, maybe before this change. Without it, gathers wait for all writes.
             self._state._state_ctx.post_optim_event = None
 
     def drop_unsharded(self) -> None:
@@ -318,7 +318,7 @@ def _shows_trained(param: FSDPParam) -> bool:
 
 
 class StockGroup(StrategyGroup):
-    """A parameter group that its strategy leaves to torch: no event drops its weights or gradients."""
+    """A parameter group that a strategy leaves to torch, so no event drops weights or gradients of the group."""
 
     def weights_changed(self, by_step: bool) -> None: ...
 
@@ -334,11 +334,11 @@ def adopt_groups(
 ) -> list[StrategyGroup | None]:
     """Make torch gather and reduce the parameter groups of ``module`` through ``units``.
 
-    Each unit has the parameters that the call shards over one mesh. ``infos`` lists these meshes; it is empty if the
-    call's mesh is the only one. The result has each unit's group, with a new class; None if a unit has no parameters.
+    Each unit has the parameters that this call of ``fully_shard`` shards over one mesh. ``infos`` has the mesh of each
+    unit, or is empty if there is one mesh. The result has each unit's group, or None for a unit without parameters.
     """
     state = state_of(module)
-    # A group without FSDPMeshInfo is not sharded: dp_mesh_dims that only replicate are left to torch.
+    # A group without FSDPMeshInfo is left to torch: its dp_mesh_dims only replicate it.
     sharded = [group for group in groups_of(state) if isinstance(group.mesh_info, FSDPMeshInfo)]
     groups: list[FSDPParamGroup | None] = [*sharded] or [None]
     if infos:
@@ -364,7 +364,7 @@ def adopt_groups(
             group._all_reduce_hook = own.gradients.comm
         elif own.gradients.comm is not None:
             group._reduce_scatter_comm = own.gradients.comm
-        # Loading a part of the model runs the hooks of that part only, so every owner of a parameter gets them.
+        # Loading a part of the model runs the hooks of that part only, so each module that owns a parameter gets hooks.
         for owner in {owner for owners in own.parameter_owners() for owner in owners}:
             owner.register_load_state_dict_post_hook(lambda module, incompatible_keys, unit=unit: unit.weights_loaded())
             # A partial, since torch sets an attribute on the hook, and methods allow none.
@@ -382,7 +382,7 @@ class GroupBackwardWatch(StepWatch):
     """
 
     def __init__(self, root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
-        # Until torch 2.12, ``all_states`` repeats the state of a list of modules for each of them.
+        # Until torch 2.12, if one call shards a list of modules, ``all_states`` has their state once per module.
         states = dict.fromkeys(state_of(root)._state_ctx.all_states)
         groups = [group for state in states for group in groups_of(state)]
         self.groups = [group for group in groups if isinstance(group, StrategyGroup)]
@@ -402,8 +402,8 @@ class WatchedState(FSDPState):
         # From torch 2.15 on, a user may end the step by calling finalize_backward instead.
         ends_step = not getattr(self._state_ctx, "manual_backward_finalization_active", None)
         synchronized = ends_step and (any(last) or any(group.reduce_grads for group in self.watch.others))
-        # Call this before torch's own callback, which makes groups idle: drop_unsharded() would drop the weights of an
-        # idle group, even if a user told FSDP to keep them unsharded after the backward.
+        # Call on_backward_end() before torch's own callback, which makes groups idle. drop_unsharded() drops weights of
+        # idle groups, even if a user told FSDP to keep them unsharded after the backward.
         self.watch.on_backward_end(synchronized)
         super()._root_post_backward_final_callback()
         if self.watch.arriving.waiting:
@@ -426,7 +426,7 @@ class WatchedState(FSDPState):
         self._end_backward(last, synchronized)
 
     def _end_backward(self, last: list[bool], synchronized: bool) -> None:
-        """End a backward of the model; ``last`` says for each group of ``watch`` if that was its last micro-batch."""
+        """End a backward; ``last`` says for each group of ``watch`` whether this was the group's last micro-batch."""
         watch = self.watch
         if all(last):
             watch.restart()
@@ -450,14 +450,14 @@ class WatchedState(FSDPState):
             group.weights.drop_kept()
             group.gradients.reset()
         self.watch.arriving.drop()
-        # Ranks may have failed at different points, so each drops the order of this backward.
+        # Ranks may have failed at different points, and so have recorded different orders: return to the model's order.
         self.watch.restart_in_order_of_model()
 
 
 def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
     """Watch the backwards below ``root``, and order reductions alike on all ranks. Needs a lazily initialized root."""
     watch = GroupBackwardWatch(root, on_backward_end)
-    # torch ends a backward in the state whose output it reaches first. That may be any state, so all report.
+    # torch runs its final callback on the state whose output the backward reaches first: any state, so all report.
     for state in state_of(root)._state_ctx.all_states:
         watched: Any = state
         watched.__class__ = WatchedState

@@ -1,4 +1,4 @@
-"""``python -m fsdp_zpp plan``: one option per argument of ``plan``, made from its annotation and docstring."""
+"""``python -m fsdp_zpp plan``: an option for each argument of ``plan``, from the argument's annotation and docs."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "LoCo": (_feedback, "HOPS"),
     "torch.dtype": (_dtype, "DTYPE"),
 }
-"""Parser and metavar of an option by the annotation of its argument."""
+"""Parser and metavar of an option, by the annotation of the argument of ``plan``."""
 
 _GROUPS = {
     "cluster": "nodes gpus_per_node gpu link net inter_gbps intra_gbps gpu_memory",
@@ -166,7 +166,7 @@ def _add_model(group: argparse._ArgumentGroup, helps: dict[str, str]) -> None:
     which.add_argument(
         "--model", metavar="CONFIG", help="a config.json, a directory that has one, or a name on the Hugging Face hub"
     )
-    # Kept as text: only the number of parameters turns a share into a number.
+    # Kept as text: a share becomes a number only once the number of parameters is known.
     group.add_argument("--trainable", metavar="N|X%", help=f"{helps['trainable']}; or a share, e.g. 0.3%%")
     _add(group, "units", helps["units"])
 
@@ -227,7 +227,7 @@ def errors_of_arguments(parser: argparse.ArgumentParser) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
-        # All ranks have the same arguments, and so the same error.
+        # All ranks have the same arguments and so the same error: one report is enough.
         if is_rank_zero():
             parser.error(str(error))
         raise SystemExit(2) from None
@@ -260,7 +260,7 @@ def _size(arguments: argparse.Namespace) -> ModelSize:
 
 
 def _measured(given: dict[str, Any], mib: float, link: str | None) -> dict[str, Any]:
-    """Return the arguments of the cluster that were not given, as measured in the running job."""
+    """Measure the arguments of the cluster that are None in ``given``, in the running job, and return them."""
     if given["inter_gbps"] is not None and given["intra_gbps"] is not None:
         raise ValueError(
             "--measure has nothing to measure: --inter-gbps and --intra-gbps are both given; remove one of the three"
@@ -269,13 +269,13 @@ def _measured(given: dict[str, Any], mib: float, link: str | None) -> dict[str, 
         raise ValueError("--measure runs under torchrun only: torchrun [options] -m fsdp_zpp plan --measure ...")
     gpus = None if given["gpus_per_node"] is None else whole("--gpus-per-node", given["gpus_per_node"])
     if torch.cuda.is_available():
-        # Otherwise all ranks of a node would measure on its first GPU.
+        # Without this call, all ranks of a node would measure on the node's first GPU.
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
         bandwidth = measure_bandwidth(world(), gpus, mib)
         found = {name: getattr(bandwidth, name) for name, value in given.items() if value is None}
-        # A given node size must not change, and a link's name tells by itself whether it is slow.
+        # Slow links may change the node size, so a given size leaves them out. A given link's name tells its speed.
         if gpus is None and link is None:
             found["slow_links"] = links_are_slow(world(), bandwidth if "intra_gbps" in found else None)
     finally:

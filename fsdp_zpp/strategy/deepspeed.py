@@ -7,9 +7,9 @@ names the ignored keys and says how to get their effect. No key is skipped: each
 Differences from DeepSpeed:
 
 - This library's codecs are finer at the same number of bits: 256 values (weights) or 128 (gradients) share a scale.
-  In DeepSpeed, a scale is for up to 16,000 weights, or for as many gradients as their matrix's shorter side is long.
-- The size of hpZ's groups becomes ``gpus_per_node`` for both collectives; DeepSpeed's gradient reduction takes the
-  visible devices as a node. If hpZ's groups are nodes, as DeepSpeed advises, the two agree.
+  In DeepSpeed, up to 16,000 weights share one, or as many gradients as the shorter side of their matrix is long.
+- The size of hpZ's groups becomes ``gpus_per_node``, for gathers and reductions. In DeepSpeed, the visible devices are
+  a node in gradient reductions. Both are the same if hpZ's groups are nodes, as DeepSpeed advises.
 - DeepSpeed quantizes only frozen weights of more than 500,000 values.
 """
 
@@ -35,7 +35,7 @@ logger = logging.getLogger("fsdp_zpp")
 #
 # A key that only tunes DeepSpeed's own machinery is *without effect* and is logged. A key for a setting of the training
 # script, such as its optimizer, is *the script's* and is logged, too. A key that changes the result is *refused* unless
-# it is switched off: nobody would notice its absence until the loss differs.
+# it is switched off: if it were ignored, nobody would notice until the loss differs.
 
 _STAGE_3_ALIASES = """
     prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters max_reuse_distance
@@ -97,7 +97,7 @@ _REMEDIES = {
     ),
 }
 
-# DeepSpeed reduces gradients in 4 bits on both hops, where intra_gradients="auto" would take 8 on the intra-node hop.
+# DeepSpeed reduces gradients in 4 bits on both hops. intra_gradients="auto" would take 8 bits on the intra-node hop.
 _CODEC_ARGUMENTS: dict[str, StrategyArguments] = {
     "zero_quantized_weights": {"weights": Int8(256)},
     "zero_quantized_gradients": {"gradients": Int4(128), "intra_gradients": Int4(128)},
@@ -116,7 +116,7 @@ _ZERO_KEYS = {
 
 
 def _load(config: Mapping[str, object] | str | os.PathLike[str]) -> Mapping[str, object]:
-    """Return the configuration; if it is a path, read the file, which is plain JSON."""
+    """Return the configuration, read from a file of plain JSON if ``config`` is a path."""
     if isinstance(config, Mapping):
         return config
     if not isinstance(config, str | os.PathLike):
@@ -133,7 +133,7 @@ def _load(config: Mapping[str, object] | str | os.PathLike[str]) -> Mapping[str,
 
 @dataclass(frozen=True)
 class _Section:
-    """One section of a configuration, or its top level, whose ``prefix`` is empty. A key that is null is not set."""
+    """One section of a configuration, or its top level, whose ``prefix`` is empty. A null key counts as not set."""
 
     prefix: str
     values: Mapping[str, object]
@@ -163,7 +163,7 @@ class _Section:
     def check(
         self, known: Collection[str], elsewhere: Collection[str], refused: Mapping[str, Collection[object]]
     ) -> None:
-        """Raise if a key is not in ``known``, or is in ``refused`` with a value that changes something."""
+        """Raise if a key is in ``elsewhere``, not ``known``, or ``refused`` with a value that changes something."""
         for key, value in self.values.items():
             if key in elsewhere:
                 raise self.error(key, 'unknown key here; move it across the border of "zero_optimization"')
@@ -190,7 +190,7 @@ class _Section:
         value = self.values.get(key)
         if value is None:
             return default
-        # 1e9 is a float in JSON. The last test also catches NaN and infinities, whose // 1 is NaN.
+        # 1e9 is a float in JSON. The last test also catches NaN and infinities: ``// 1`` makes both NaN.
         if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
             raise self.error(key, "must be a whole number", TypeError)
         if value < 0:
@@ -199,8 +199,8 @@ class _Section:
 
 
 def _is_off(value: object, neutral: Collection[object]) -> bool:
-    """Return whether the value switches its key off, or is a neutral one."""
-    if isinstance(value, bool):  # true equals 1, which may be neutral
+    """Return whether the value switches its key off, or is one of ``neutral``."""
+    if isinstance(value, bool):  # True == 1, and 1 may be neutral
         return not value
     is_disabled = isinstance(value, Mapping) and (not value or value.get("enabled") is False)
     return value is None or is_disabled or value in neutral
@@ -210,7 +210,7 @@ def _is_off(value: object, neutral: Collection[object]) -> bool:
 
 
 def strategy_arguments(config: Mapping[str, object] | str | os.PathLike[str]) -> StrategyArguments:
-    """Return the arguments of the Strategy that ``config`` asks for, without defaults. Log keys that it does not use.
+    """Return the arguments of the Strategy that ``config`` asks for, without defaults. Log keys that do not affect it.
 
     Raises:
         ValueError: If a key is unknown, can't be honoured, contradicts another one, or is out of range.
@@ -222,7 +222,7 @@ def strategy_arguments(config: Mapping[str, object] | str | os.PathLike[str]) ->
     zero.check(_ZERO_KEYS, _TOP_KEYS, ZERO_REFUSED)
     _refuse_offload(zero)
     stage = zero.number("stage", default=0)
-    if zero.values.get("stage", stage) is None:  # a null that counted as stage 0 would train without ZeRO
+    if zero.values.get("stage", stage) is None:  # as stage 0, a null would train without ZeRO
         raise zero.error("stage", "must be a whole number", TypeError)
     if stage >= len(_STAGES):
         raise zero.error("stage", "must be 0, 1, 2 or 3")
@@ -247,7 +247,7 @@ def _refuse_offload(zero: _Section) -> None:
     for key in _OFFLOADS:
         value = zero.values.get(key)
         device = value.get("device", "a device") if value and isinstance(value, Mapping) else value
-        # The older keys are true or false.
+        # The older keys, cpu_offload and cpu_offload_param, are true or false.
         if device not in (None, False, {}, "none", "auto"):
             raise zero.error(
                 key,

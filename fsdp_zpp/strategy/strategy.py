@@ -61,7 +61,7 @@ def check_levels(levels: object) -> None:
 
 # ---- overrides
 #
-# Overrides of a strategy: strategies of their own for modules of some classes, such as experts.
+# The overrides of a strategy give modules of some classes, such as experts, strategies of their own.
 
 Overrides: TypeAlias = "Mapping[str, Strategy] | tuple[tuple[str, Strategy], ...]"
 
@@ -89,7 +89,7 @@ def pairs_of(overrides: Overrides) -> Iterable[tuple[str, Strategy]]:
 
 
 def override_for(module_class: type, overrides: Overrides) -> Strategy | None:
-    """Return the strategy of the first pattern that matches the name of a class, case included; None if none does."""
+    """Return the strategy of the first pattern that matches the class's name, in the same case; None if none does."""
     return next(
         (strategy for pattern, strategy in pairs_of(overrides) if fnmatchcase(module_class.__name__, pattern)), None
     )
@@ -131,7 +131,7 @@ class Strategy:
             ``gradients`` needs ``LocalSteps(start=...)``.
         gpus_per_node: Number of ranks that share fast links; rank = node * gpus_per_node + local. Default: as many as
             torchrun (``LOCAL_WORLD_SIZE``) or Slurm's srun started on each node. If NVLink does not join all GPUs of a
-            single node and codecs make it pay, the default is the number of GPUs that NVLink joins, often 1.
+            single node and codecs make smaller nodes pay, the default is the number of GPUs that NVLink joins, often 1.
         overrides: Strategies of parts of the model, by patterns (``fnmatch``) for names of classes. A module whose
             class matches is sharded by that strategy, with all submodules that are not sharded separately. The
             innermost matching module and the first matching pattern count. An override without ``gpus_per_node`` uses
@@ -277,7 +277,7 @@ class Strategy:
 
     @classmethod
     def mixzpp(cls, **arguments: Unpack[StrategyArguments]) -> Strategy:
-        """Make MixZ++: ZeRO++ that quantizes frozen weights once, unless they are quantized, and keeps them so."""
+        """Make MixZ++: ZeRO++ with frozen weights kept quantized; those in full precision are quantized once."""
         return cls.zeropp(**StrategyArguments(frozen="auto") | arguments)
 
     @classmethod
@@ -337,7 +337,7 @@ class Strategy:
 
         Args:
             mapping: The arguments of a strategy, with codecs by name (``"int8:256"``), or just the name of a preset.
-                ``preset``, if given, is the name of a class method such as ``"zeropp"``; the others override its own.
+                ``preset``, if given, is the name of a class method such as ``"zeropp"``; other keys override its own.
 
         Raises:
             ValueError: If a preset or a codec is unknown, or a value is out of range; the error names the key.
@@ -349,7 +349,7 @@ class Strategy:
         return strategy
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all arguments as ``from_dict`` reads them, in strings, numbers, None and dicts.
+        """Return all arguments as a dict for ``from_dict``, of strings, numbers, None and dicts.
 
         Raises:
             TypeError: If a codec is not one of this library; the error names the key.
@@ -386,10 +386,10 @@ def check_gpus_per_node(gpus_per_node: int | None) -> None:
 #
 # [Note: One node]
 # Codecs trade computation for bytes on the slow network between nodes. A single node has no such network, and encoding
-# takes longer than its fast links take to send the bytes saved. So the codecs meant for the slow network are inactive
+# takes longer than its fast links need for the saved bytes. So the codecs meant for the slow network are inactive
 # there: those of weights and gradients, and the one that "auto" derives for the intra-node hop. Torch's own collectives
 # then run, except where the scopes need others. A codec named explicitly for the intra-node hop stays active, as does
-# error feedback on it.
+# error feedback on that hop.
 #
 # [Note: Links]
 # The ranks of a node share fast links. On a single host whose GPUs NVLink does not join, every link is slow, and
@@ -398,17 +398,17 @@ def check_gpus_per_node(gpus_per_node: int | None) -> None:
 #
 # - The optimizer scope is ``G``. Under ``I`` and ``N`` smaller nodes hold more of the optimizer state, the largest of
 #   all states: ``III`` would become ``NNN``.
-# - Codecs make it pay. Under parameter scope ``I`` each node keeps a copy of the weights, so the weights must be
-#   encoded: other copies would undo what sharding saves. Under others, codecs of weights or gradients will do.
-# - There is no error feedback. Each GPU would keep fp32 errors for whole gradients: 4 bytes a parameter, which no
-#   sharding divides.
+# - Codecs make smaller nodes pay. Under parameter scope ``I`` each node keeps a copy of the weights. It must be
+#   encoded: a plain copy would undo what sharding saves. Under other scopes, a codec of weights or gradients is enough.
+# - There is no error feedback. Each GPU would keep fp32 errors for whole gradients: 4 bytes a parameter, not sharded.
 # - There is one host. The network between hosts is slower still, so on several hosts the host stays the node, and both
 #   hops are encoded.
 # - NVLink joins equal sets of consecutive ranks. No node size expresses other sets.
 #
-# A frozen base, ours or one of packed values, stays sharded over the host in any case: under LoRA it is nearly all of
-# the model, and often does not fit on one GPU. The price is the encoded copy of the weights and, under gradient scope
-# ``I``, gradients that accumulate whole on each GPU; the set-up line names the bytes. Otherwise the host is the node.
+# If a condition fails, the host is the node. A frozen base, encoded by ``frozen`` or made of packed values, stays
+# sharded over the host in any case: under LoRA it is nearly all of the model, and often does not fit on one GPU.
+# Smaller nodes cost memory: the encoded copy of the weights and, under gradient scope ``I``, gradients that accumulate
+# whole on each GPU; the set-up line names the bytes.
 # PCIe counts as slow even with peer-to-peer access: compared with NVLink, it lacks bandwidth.
 
 
@@ -425,7 +425,7 @@ class ResolvedStrategy:
     Codecs and error feedback are None unless they are active.
 
     Attributes:
-        levels: The requested scopes as letters; the first one places a frozen base.
+        levels: The requested scopes as letters; the first letter places a frozen base.
         scopes: The effective scopes; see :func:`resolve_scopes`.
         gradient_codecs: Codecs of the intra-node and of the inter-node hop of the gradient reduction.
         frozen: Codec of frozen parameters that are in full precision.
@@ -442,16 +442,16 @@ class ResolvedStrategy:
     intra_codec: Codec | None = None
 
     def within_node(self) -> ResolvedStrategy:
-        """Return the strategy for a node that trains on its own, as a job of one node.
+        """Return the strategy for a node that trains on its own.
 
-        The codec of weights stays active, since it was resolved for several nodes; a job of one node would have none.
+        It is that of a job of one node, but the codec of weights stays active, as it was resolved for several nodes.
         """
         gpus, codecs = self.topology.gpus_per_node, (self.intra_codec, None)
         node = Topology(gpus, gpus)
         feedback = self.error_feedback
         if feedback is not None and (feedback.hops == "inter" or self.intra_codec is None):
             feedback = None
-        # Error feedback between nodes may have changed the scopes, and does not apply inside a node.
+        # Start from the levels: error feedback between nodes, which ends here, may have changed ``self.scopes``.
         scopes = resolve_scopes(Scopes(*self.levels), self.topology)
         return dataclasses.replace(
             self,
@@ -471,12 +471,12 @@ def resolve_scopes(
     """Return the effective scopes on ``topology``: a network level that does not exist shards nothing.
 
     On one node, ``I`` is the same as ``G``. On nodes of one GPU, ``I`` is the same as ``N``, except for a secondary
-    shard (parameters ``I`` with an optimizer ``G``): this then holds all weights, but encoded, so its scope stays
-    ``I``.
+    shard (parameters ``I`` with an optimizer ``G``): the shard then holds all weights, but encoded, so its scope
+    stays ``I``.
 
     Error feedback must see the sum of all micro-batches. So gradients accumulate before the first hop that has error
     feedback: on the rank (``N``) or in the node (``I``), unless their scope is as coarse already. Arguments are the
-    active error feedback and codecs.
+    error feedback and the codecs that are active.
     """
     requested = "".join(scopes)
     if topology.nodes == 1:
@@ -497,7 +497,7 @@ def resolve_scopes(
 
 
 def intra_node_codec(intra: Codec | Literal["auto"] | None, inter: Codec | None) -> Codec | None:
-    """Return the codec of the intra-node hop: as given, or for ``"auto"`` 8 bits with the inter-node codec's block."""
+    """Return the codec of the intra-node hop: ``intra``, or for ``"auto"`` 8 bits in the blocks of ``inter``."""
     # The intra-node network is fast, so its hop can afford the precision that the slow hop can't. SDP4Bit (arXiv
     # 2410.15526, section 3.2) finds 8 bits on the intra-node hop and 4 on the inter-node hop enough to keep the loss.
     if intra != "auto":

@@ -1,4 +1,4 @@
-"""The bytes of a payload, and all operations in plain PyTorch, whose results other backends equal bit for bit."""
+"""The layout of a payload, and all operations in plain PyTorch; other backends return the same bits."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from torch import Tensor
 # ``i * bits``, whatever the width, and kernels can handle all widths as 32-bit words. The padding is zero because ranks
 # compare payloads byte by byte.
 #
-# The tail is room for values that travel exactly. It belongs to the caller: the ops neither read nor write it, so in a
-# payload that an op returns it is uninitialized. An empty chunk has a tail like any other; its row is the tail alone.
+# The tail is room for values that travel exactly. It belongs to the caller: the ops neither read nor write it, so it
+# is uninitialized in the payloads that ops return. An empty chunk has a tail like any other; its row is the tail alone.
 #
 # In 4 and 8 bits, encoding takes ``scale = truncated(max(absmax * ((1 + SCALE_RAISE) / qmax), MIN_SCALE))`` and
 # ``code = round_half_even(value * (1 / scale))``; decoding takes ``code * scale``. Each operation rounds to fp32. An
@@ -32,11 +32,11 @@ from torch import Tensor
 # decodes to NaN (0 * Inf).
 #
 # [Note: Two bits]
-# Symmetric levels around a level 0 would be three, not four, and a scale from the block's largest value would put
+# If one of the symmetric levels were 0, there would be three, not four. A scale from a block's largest value would put
 # levels where few values lie. So int2 codes, from -2 to 1, decode to ``(2 * code + 1) * scale``, and the scale is
 # RMS_SCALE times the block's root mean square: for normally distributed values, these are the best equidistant levels
 # (J. Max, "Quantizing for minimum distortion", 1960, table II). Lloyd and Max's unequal levels have 1.2 % less squared
-# error, but take a table. Larger values clip. Squares are of integers, ``|value| * SQUARED_STEPS / absmax`` rounded
+# error, but need a table. Larger values clip. Squared values are integers: ``|value| * SQUARED_STEPS / absmax`` rounded
 # once, half to even, so their sum is exact in any order. In a partial block, the mean is over the values that exist.
 # Encoding takes ``scale = truncated(min(max(rms * RMS_SCALE, MIN_SCALE), MAX_SCALE))`` and ``code = round_half_even(
 # min(max(value * (0.5 / scale) - 0.5, -2), 1))``. So a zero decodes to ``scale``, unless its whole block is zero. A
@@ -45,8 +45,8 @@ from torch import Tensor
 # [Note: Exact products]
 # A scale is truncated to 16 significant bits and a code has at most 7, so ``code * scale`` needs 23 of fp32's 24 bits
 # and is exact. A sum over peers is then the same to the bit whether or not a processor fuses the multiplication into
-# the addition; the GPU kernels do. Truncation lowers a scale by less than one part in 2**15, which raises ``absmax * (1
-# / scale)`` above ``qmax`` by less than 0.004 and rounds back to ``qmax``, so codes of 4 and 8 bits need no clamping.
+# the addition, as the GPU kernels do. Truncation lowers a scale by less than one part in 2**15. So ``absmax * (1 /
+# scale)`` is less than 0.004 above ``qmax`` and rounds to ``qmax``, and codes of 4 and 8 bits need no clamping.
 # For such codes SCALE_RAISE compensates for earlier roundings, so that ``absmax = qmax * scale`` yields the same scale
 # again: decoding and encoding again reproduces the payload.
 
@@ -58,16 +58,16 @@ TAIL_STEP = ALIGNMENT // 4
 BITS = (2, 4, 8)
 # A thread reads up to 32 codes (16 bytes of int4) with one scale, so they must all belong to one block.
 MIN_BLOCK = 32
-# One program holds a whole block in registers, or the maximum over a block would take a second pass over memory.
+# A Triton program holds a whole block in registers. In larger blocks, the maximum would take a second pass over memory.
 MAX_BLOCK = 4096
 
 # Smallest normal fp32. It keeps 1 / scale finite for blocks of tiny values.
 MIN_SCALE = 2.0**-126
-# Bits of an fp32 that a scale keeps, as an int32: 16 of 24 significant bits. See [Note: Exact products].
+# Mask of the bits of an fp32 that a scale keeps, as an int32: 16 of 24 significant bits. See [Note: Exact products].
 SCALE_MASK = -0x100
-# Exceeds the errors of rounding 1 / qmax and of a product with it, 2**-24 each.
+# More than the sum of two rounding errors of 2**-24: of 1 / qmax, and of the product of absmax and that.
 SCALE_RAISE = 2.0**-22
-# The scale of int2 codes, half the distance between levels, in root mean squares. See [Note: Two bits].
+# The scale of int2 codes (half the distance between levels) in units of the root mean square. See [Note: Two bits].
 RMS_SCALE = 0.49785
 # The largest integer that is squared. The sum of a thread's 32 squares is exact in fp32, that of a block in an int32.
 SQUARED_STEPS = 255
@@ -148,9 +148,9 @@ def _align(nbytes: int) -> int:
 # A payload of NF4 codes has the layout of int4 codes and holds whole blocks. It differs in the meaning of a code and in
 # the order of the two codes of a byte: value ``2i`` is the high nibble, value ``2i + 1`` the low one, as in
 # bitsandbytes. Decoding takes ``level * scale`` in fp32 and rounds once, to the dtype of the output. The scale of a
-# block that is not finite is NaN, so all of it decodes to NaN.
+# block that is not finite is NaN, so the whole block decodes to NaN.
 
-# The level of each code: fp32 values, ascending. They are those of QLoRA (arXiv 2305.14314, appendix E).
+# The level of each code: fp32 values, ascending, as in QLoRA (arXiv 2305.14314, appendix E).
 LEVELS = (
     -1.0,
     -0.6961928009986877,
@@ -186,7 +186,7 @@ def levels_on(device: torch.device) -> Tensor:
 #
 # Operations in plain PyTorch. They run on CPUs, and the Triton kernels return the same bits.
 #
-# The functions rely on the checks of ``ops.py`` and prepare a call: each takes the arguments that repeated calls share,
+# ``ops.py`` has checked the arguments. Each function prepares a call: it takes the arguments that repeated calls share,
 # and returns a function of tensors and factors. ``triton`` has a twin of each, with the same signature.
 
 
@@ -279,7 +279,7 @@ def _encode_with_feedback(
     corrected = values + old
     payload = _encode(corrected, 1, n, layout)
     sent = _decode(payload, numel, layout)
-    # A block that is not finite decodes to NaN as a whole. Its errors stay: NaN in them would never leave again.
+    # A block that is not finite decodes to NaN as a whole. It keeps its old errors: a NaN in them would stay.
     new = torch.where(sent.isnan(), old, old * beta + (corrected - sent) * (1 - beta))
     errors.copy_(new.view_as(errors) if error_layout is None else _encode(new, 1, n, error_layout))
     return payload
@@ -327,7 +327,7 @@ def _quantize_blocks(blocks: Tensor, layout: PayloadLayout, numel: int) -> tuple
         largest = _rms_scales(blocks, absmax, numel)
     else:
         largest = _times(absmax, (1 + SCALE_RAISE) / layout.qmax)
-    # The mask cuts mantissa bits, so it rounds towards 0, as [Note: Exact products] relies on.
+    # The mask cuts mantissa bits, so it rounds towards 0. [Note: Exact products] needs this.
     scales = (largest.clamp_min_(MIN_SCALE).view(torch.int32) & SCALE_MASK).view(torch.float32)
     inverse = torch.where(live, (0.5 if layout.bits == 2 else 1) / scales, 0)
     codes = blocks * inverse.unsqueeze(-1)
@@ -381,8 +381,8 @@ def _decode(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
     if per == 1:
         chunk.copy_(codes)
     for at in range(per if per > 1 else 0):
-        # The left shift makes a code's top bit that of the byte; the arithmetic right shift extends it as the sign. The
-        # slice omits a last byte that holds only padding here.
+        # The left shift moves a code to the top of its byte, and the arithmetic right shift extends its sign. The slice
+        # leaves out the last byte if no code is at this place in it.
         some = codes[:, : -((at - numel) // per)]
         chunk[:, at::per] = (some << (8 - layout.bits - at * layout.bits)) >> (8 - layout.bits)
     if layout.bits == 2:

@@ -1,8 +1,8 @@
-"""Quantized weights as checkpoints store them: the formats, and which weights of a checkpoint have them.
+"""The formats in which checkpoints store quantized weights, and the search for such weights in a checkpoint.
 
 ``format.py`` defines what a format is and checks settings and headers; ``integers.py`` and ``floats.py`` have the
-formats. None of them knows of files, modules or ranks. To add a format, subclass ``StoredFormat`` and add it to
-``FORMATS``, with all settings that its library writes.
+formats. These files know nothing of paths, models or ranks. To add a format, subclass ``StoredFormat`` and add the
+subclass to ``FORMATS``, with all settings that the format's library writes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORMATS: dict[str, tuple[Known, tuple[type[StoredFormat], ...]]] = {
     "compressed-tensors": (floats.COMPRESSED_SETTINGS, (Fp8,)),
 }
 
-# Endings of the names of tensors that hold or decode the codes of ``<layer>.weight``: ``<layer>.weight_scale``, ...
+# A tensor named ``<layer>.weight_<ending>`` holds the codes of ``<layer>.weight``, or helps to decode them.
 _OF_CODES = ("scale", "scale_inv", "scale_2", "global_scale", "zero_point", "g_idx", "packed")
 
 
@@ -82,7 +82,7 @@ def find_stored(tensors: StoredTensors, config: Settings) -> dict[str, StoredFor
 
 
 def _configs(content: Settings) -> Iterator[dict[str, Any]]:
-    """Yield each ``quantization_config`` in ``config.json``; composite models nest it, as in ``text_config``."""
+    """Yield each ``quantization_config`` in ``config.json``; composite models nest it, e.g. in ``text_config``."""
     if own := setting(content, "quantization_config", dict):
         yield own
         return

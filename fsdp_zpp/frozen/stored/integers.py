@@ -28,7 +28,7 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of scales
 
 # ---- packed codes
 #
-# Codes of 4 and 8 bits, as GPTQ and AWQ pack them into int32 words, and the values that they stand for.
+# Codes of 4 and 8 bits, as GPTQ and AWQ pack them into int32 words, and the values that codes stand for.
 
 
 def unpack_codes(words: Tensor, bits: int) -> Tensor:
@@ -56,8 +56,8 @@ def scale_codes(codes: Tensor, zeros: Tensor, scales: Tensor, order: GroupOrder 
         scales: Floats, [records, rows, groups].
         order: The group of each column; None if groups are runs of neighbouring columns, all of one size.
     """
-    # Differences of codes are integers up to 255, which fp16 and bf16 hold exactly. So the result equals that of the
-    # formats' own libraries, which compute in the dtype of the scales.
+    # A code minus a zero point is an integer of at most 255, which fp16 and bf16 hold exactly. So the result equals
+    # that of the formats' own libraries, which compute in the dtype of the scales.
     integers, offset = codes.to(torch.int16), zeros.to(torch.int16)
     if order is None:
         grouped = integers.unflatten(-1, (scales.shape[-1], -1))
@@ -108,14 +108,14 @@ class GroupOrder:
 
 
 def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
-    """Return the dtype of a tensor that :func:`check_header` has checked."""
+    """Return the dtype of a tensor; :func:`check_header` has checked that it is a float dtype of torch."""
     dtype = tensors.dtype(key)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def check_neighbours(config: Settings, key: str, inputs: int, groups: int) -> None:
-    """Raise ValueError unless ``inputs`` split into ``groups`` equal runs, of ``group_size`` inputs if it is stated."""
+    """Raise ValueError unless ``inputs`` split into ``groups`` equal runs, of ``group_size`` if ``config`` has it."""
     if groups == 0 or inputs % groups:
         refuse_misfit(key, f"{groups} groups", f"a number that divides {inputs} inputs")
     size = setting(config, "group_size", int)
@@ -280,8 +280,8 @@ class Gptq(_Transposed):
 
     def decode(self, qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
         if self.minus_one:
-            # Add to whole words, with carries: gptqmodel subtracts from whole words as it writes, so a zero point of 0
-            # borrows from its neighbour. int32 wraps around.
+            # Add to whole words, so that carries reach the next code: gptqmodel has subtracted from whole
+            # words, and a zero point of 0 has borrowed from the next code. An overflow of int32 wraps around.
             qzeros = qzeros + torch.tensor(_ONES[self.bits], dtype=torch.int32, device=qzeros.device)
         codes = unpack_codes(qweight.mT, self.bits)
         zeros = unpack_codes(qzeros, self.bits)[..., : self.rows_per_group].mT
@@ -299,13 +299,13 @@ class Gptq(_Transposed):
 
 AWQ_SETTINGS: Known = {
     **COMMON_SETTINGS,
-    "zero_point": None,  # files have zero points either way
+    "zero_point": None,  # files have zero points whether it is true or false
     "method": ("awq",),
     "bits": (4,),
     "version": ("gemm",),
     "format": ("gemm",),
     "desc_act": (False,),
-    # The backend of transformers that packs codes in another format is left out.
+    # One backend of transformers is missing here, since it packs codes in another format.
     "backend": (
         *("auto", "auto_trainable", "autoawq", "gemm", "gemm_triton", "machete", "marlin"),
         *("exllama_v1", "exllama_v2", "torch_awq", "torch_fused_awq"),
