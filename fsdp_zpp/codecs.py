@@ -68,12 +68,12 @@ class Codec(ABC):
 
     @property
     def block_numel(self) -> int:
-        """Return the number of values in a block, which are encoded together; 0 if the whole chunk is one block."""
+        """Return the number of values in a block, which depend on each other; 0 if the whole chunk is one block."""
         return 0
 
     @abstractmethod
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of a chunk; they depend on ``numel`` alone, so each rank knows the sizes of the others."""
+        """Return the bytes of a chunk of ``numel`` values. They depend on ``numel`` alone, so ranks know all sizes."""
 
     @abstractmethod
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
@@ -179,8 +179,8 @@ class FullPrecision(Codec):
             values = values.to(self.dtype)
         if rows > 1 and cols > 1:
             values = values.view(rows, cols, -1).transpose(0, 1)
-        # If the values are contiguous, in dtype and in order, the payload is a view of them. So a caller sends the
-        # payload before it changes the values, or encodes again.
+        # If the values are contiguous, in dtype and in order, the payload is a view of them. So a caller must
+        # send the payload before it changes the values, or encode again.
         return values.contiguous().view(rows * cols, -1).view(torch.uint8)
 
     def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
@@ -369,7 +369,7 @@ class Int2(Blockwise):
 # 1.49 times the root mean square of their block, so it loses more if few weights of a block change.
 #
 # Weights that do not come from a step (from a checkpoint, for example) are far from R. So they are sent whole, encoded
-# as R is, as is the first gather. To resume a training exactly, its checkpoint must contain R (runtime/checkpoint.py).
+# as R is; so is the first gather. To resume a training exactly, its checkpoint must contain R (runtime/checkpoint.py).
 
 
 @dataclass(frozen=True)
@@ -422,7 +422,7 @@ class Delta(Codec):
         return quantize_delta(values, base, codec.bits, codec.block, changes.bits, changes.block, tail)
 
     def apply_delta(self, base: Tensor, deltas: Tensor, numel: int, tail: int = 0) -> Tensor:
-        """Return ``base`` plus the ``deltas`` that ``encode_delta`` returns; a row encodes ``numel`` values."""
+        """Return ``base`` plus ``deltas``, which ``encode_delta`` made on each rank; a row encodes ``numel`` values."""
         codec, changes = self.whole, self.changes
         return add_delta(base, deltas, numel, codec.bits, codec.block, changes.bits, changes.block, tail)
 

@@ -57,7 +57,7 @@ def base_fqns(module: nn.Module, path: str = "", base: str | None = "") -> Itera
 
 
 def _inserted_children(module: nn.Module) -> tuple[str, ...] | None:
-    """Return the names of the children that ``module`` wraps if PEFT inserted it; None if PEFT did not."""
+    """Return names of children that stand for ``module`` in the base if PEFT inserted it; None if PEFT did not."""
     children = module._modules
     if hasattr(module, "adapter_layer_names"):
         if "base_layer" in children:

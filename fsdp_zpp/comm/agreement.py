@@ -56,7 +56,7 @@ def _checksum(shard: Tensor) -> Tensor:
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors that a tensor subclass wraps; a plain tensor yields itself alone."""
+    """Yield the plain tensors that a tensor subclass wraps; a plain tensor is its only part."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -72,7 +72,7 @@ def ordered_sum(values: Tensor, groups: Iterable[dist.ProcessGroup]) -> list[flo
     """Return ``values`` summed over the ranks of each group in turn, in fp64. Collective.
 
     All ranks of a group add the same numbers in the same order and get the same bits, and so do groups that hold the
-    same numbers. So a sum over all axes of a mesh is the same on the whole mesh. Fake groups of torch are skipped.
+    same numbers. So a sum over all axes of a mesh is the same on the whole mesh. Torch's fake groups are skipped.
     """
     for group in groups:
         if dist.get_backend(group) == "fake":
@@ -141,7 +141,7 @@ def on_any_rank(
     facts: Mapping[str, object] | None = None,
     device: torch.device | None = None,
 ) -> bool:
-    """Return whether ``here`` is true on any rank; :func:`check_agreement` has the other arguments. Collective."""
+    """Return whether ``here`` is true on any rank; other arguments as in :func:`check_agreement`. Collective."""
     if group is None or _is_alone(group):
         return here
     anywhere, reports = _compare(group, _Report(call, _as_text(facts or {})), here=here, device=device)
@@ -166,7 +166,7 @@ def _compare(
     group: dist.ProcessGroup, report: _Report, *, here: bool = False, device: torch.device | None = None
 ) -> tuple[bool, dict[int, _Report]]:
     """Return whether ``here`` is true on any rank, and all ranks' reports if reports differ. Collective."""
-    # 56 bits of the hash and the flag make an int64. The MAX of it and of its negative gives highest and lowest.
+    # 56 bits of the hash and the flag fit an int64, as does its negative. The MAX of both gives highest and lowest.
     digest = _hash(json.dumps([report.call, *report.facts.items(), report.failure]))
     number = int.from_bytes(digest[:7], "big") << 1 | here
     bounds = torch.tensor([number, -number], dtype=torch.int64, device=collective_device(group, device))
@@ -265,7 +265,7 @@ def agree(
     Raises:
         ValueError: If ranks differ in ``summary``.
         Exception: The exception of ``act`` on this rank. If ``act`` succeeds here, an error with the message of the
-            first rank that fails: a ValueError or TypeError if that rank raises one, else a RuntimeError.
+            first rank that fails, and of the same type if that is ValueError or TypeError, else a RuntimeError.
     """
     if group is None or _is_alone(group):
         return act()

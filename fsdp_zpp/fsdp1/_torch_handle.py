@@ -41,8 +41,8 @@ class StrategyHandle(FlatParamHandle):
     """A flat parameter's handle that gathers and reduces through a strategy.
 
     :func:`adopt_handle` makes it from the handle that torch built. It overrides torch's methods that gather, reshard
-    and show parameters, and the unit's secondary shard reads the shard through it. Gathers in full precision stay with
-    torch: for state dicts, ``summon_full_params``, and evaluation under FSDP_USE_FULL_PREC_IN_EVAL.
+    and show parameters, and the unit's secondary shard reads the shard through it. torch itself gathers in full
+    precision: for state dicts, ``summon_full_params``, and evaluation under FSDP_USE_FULL_PREC_IN_EVAL.
 
     ``written_back()`` is called after parameters are written back to the shard, or moved.
     """
@@ -138,7 +138,7 @@ class StrategyHandle(FlatParamHandle):
             )
         self._gather(shard, padded_unsharded_flat_param, self.shard_version())
         self._holds_decoded_weights = True
-        if self._offload_params:  # ``shard``, a copy, is freed on return, but a stream may still encode it
+        if self._offload_params:  # ``shard``, a copy, is freed on return, but the encoding may still read it
             no_dispatch_record_stream(shard, self._device_handle.current_stream())
         return padded_unsharded_flat_param
 
@@ -205,7 +205,7 @@ class StrategyHandle(FlatParamHandle):
             self.gradients.used.clear()
 
     def drop_cleared_gradients(self) -> None:
-        """Drop the flat gradient if all original gradients are None, so that a move of the model leaves it behind."""
+        """Drop the flat gradient if all original gradients are None: a move would take it along and show it again."""
         self._reset_flat_param_grad_info_if_needed()
 
     # ---- ShardSource: reads of the shard before FSDP gathers
@@ -342,7 +342,7 @@ def adopt_handle(instance: FullyShardedDataParallel, unit: StrategyUnit) -> None
     if unit.gather is not None:
         unit.gather.secondary.source = handle
     if unit.reductions.all:
-        # register_comm_hook() accepts a root alone, and would make this instance a root.
+        # register_comm_hook() accepts only a root, and would make this instance a root.
         instance._comm_hook, instance._comm_hook_state = HandleGradients.reduce, handle.gradients
 
 
@@ -450,7 +450,7 @@ class HandleBackwardWatch(StepWatch):
         for handle in self._handles:
             handle.gradients.took_part |= handle.gradients.is_of_micro_batch
             # torch sets the gradients of parameters in this mask to None, and resets the mask only in reductions. So a
-            # parameter unfrozen since the last reduction, or the only one cleared, would lose its new gradient.
+            # parameter unfrozen since the last reduction, or cleared alone, would lose its new gradient.
             if not handle.uses_sharded_strategy and handle._training_state == HandleTrainingState.BACKWARD_POST:
                 handle._reset_is_grad_none()
 

@@ -160,7 +160,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         if plan is None or not plan.swaps or not by_strategy:
             if by_strategy and plan is not None and plan.mixed and plan.dtype != torch.uint8:
                 self.device_handle.current_stream().wait_event(result.all_gather_event)
-                # torch keeps only ``as_bytes`` alive: if not kept, the output's memory could be reused too early.
+                # torch keeps only ``as_bytes`` alive, so the memory of the output could be reused too early.
                 as_bytes = plan.as_torch_gathers(keep_until_read(result.all_gather_output))
                 self._all_gather_result = result._replace(all_gather_output=as_bytes)
             super().wait_for_unshard()
@@ -179,7 +179,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
             self._sharded_state = ShardedState.UNSHARDED
         copied = self.device_handle.Event()
         copied.record()
-        # In a forward, the output lives until the next group unshards, so that gather need not wait for the copy-out.
+        # A forward keeps the output until it unshards the next group, whose gather need not wait for the copy-out.
         if in_forward:
             self.comm_ctx.all_gather_state = AllGatherState(result, copied)
         else:
@@ -450,14 +450,14 @@ class WatchedState(FSDPState):
             group.weights.drop_kept()
             group.gradients.reset()
         self.watch.arriving.drop()
-        # Ranks may have failed at different points, and so have recorded different orders: return to the model's order.
+        # Ranks may have failed at different points, some after they took this backward's order: return to the model's.
         self.watch.restart_in_order_of_model()
 
 
 def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) -> None:
     """Watch the backwards below ``root``, and order reductions alike on all ranks. Needs a lazily initialized root."""
     watch = GroupBackwardWatch(root, on_backward_end)
-    # torch runs its final callback on the state whose output the backward reaches first: any state, so all report.
+    # torch ends a backward in the state whose output it reaches first. That may be any state, so all report.
     for state in state_of(root)._state_ctx.all_states:
         watched: Any = state
         watched.__class__ = WatchedState

@@ -7,9 +7,9 @@ names the ignored keys and says how to get their effect. No key is skipped: each
 Differences from DeepSpeed:
 
 - This library's codecs are finer at the same number of bits: 256 values (weights) or 128 (gradients) share a scale.
-  In DeepSpeed, up to 16,000 weights share one, or as many gradients as the shorter side of their matrix is long.
+  In DeepSpeed, up to 16,000 weights do, and as many gradients as the shorter side of their matrix is long.
 - The size of hpZ's groups becomes ``gpus_per_node``, for gathers and reductions. In DeepSpeed, the visible devices are
-  a node in gradient reductions. Both are the same if hpZ's groups are nodes, as DeepSpeed advises.
+  a node in gradient reductions. The two agree if hpZ's groups are nodes, as DeepSpeed advises.
 - DeepSpeed quantizes only frozen weights of more than 500,000 values.
 """
 
@@ -163,7 +163,7 @@ class _Section:
     def check(
         self, known: Collection[str], elsewhere: Collection[str], refused: Mapping[str, Collection[object]]
     ) -> None:
-        """Raise if a key is in ``elsewhere``, not ``known``, or ``refused`` with a value that changes something."""
+        """Raise if a key is in ``elsewhere``, not in ``known``, or refused with a value that changes something."""
         for key, value in self.values.items():
             if key in elsewhere:
                 raise self.error(key, 'unknown key here; move it across the border of "zero_optimization"')

@@ -36,7 +36,7 @@ from torch import Tensor
 # levels where few values lie. So int2 codes, from -2 to 1, decode to ``(2 * code + 1) * scale``, and the scale is
 # RMS_SCALE times the block's root mean square: for normally distributed values, these are the best equidistant levels
 # (J. Max, "Quantizing for minimum distortion", 1960, table II). Lloyd and Max's unequal levels have 1.2 % less squared
-# error, but need a table. Larger values clip. Squared values are integers: ``|value| * SQUARED_STEPS / absmax`` rounded
+# error, but need a table. Larger values clip. Only integers are squared: ``|value| * SQUARED_STEPS / absmax`` rounded
 # once, half to even, so their sum is exact in any order. In a partial block, the mean is over the values that exist.
 # Encoding takes ``scale = truncated(min(max(rms * RMS_SCALE, MIN_SCALE), MAX_SCALE))`` and ``code = round_half_even(
 # min(max(value * (0.5 / scale) - 0.5, -2), 1))``. So a zero decodes to ``scale``, unless its whole block is zero. A

@@ -1,7 +1,7 @@
 """The formats in which checkpoints store quantized weights, and the search for such weights in a checkpoint.
 
 ``format.py`` defines what a format is and checks settings and headers; ``integers.py`` and ``floats.py`` have the
-formats. These files know nothing of paths, models or ranks. To add a format, subclass ``StoredFormat`` and add the
+formats. They know nothing of files, modules or ranks. To add a format, subclass ``StoredFormat`` and add the
 subclass to ``FORMATS``, with all settings that the format's library writes.
 """
 

@@ -56,7 +56,7 @@ def scale_codes(codes: Tensor, zeros: Tensor, scales: Tensor, order: GroupOrder 
         scales: Floats, [records, rows, groups].
         order: The group of each column; None if groups are runs of neighbouring columns, all of one size.
     """
-    # A code minus a zero point is an integer of at most 255, which fp16 and bf16 hold exactly. So the result equals
+    # A code minus a zero point is an integer from -255 to 255, which fp16 and bf16 hold exactly. So the result equals
     # that of the formats' own libraries, which compute in the dtype of the scales.
     integers, offset = codes.to(torch.int16), zeros.to(torch.int16)
     if order is None:
