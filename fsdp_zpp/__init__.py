@@ -1,6 +1,6 @@
 """Sharding strategies for PyTorch FSDP: ZeRO++ and its relatives.
 
-Importing this package teaches ``torch.distributed.fsdp.FullyShardedDataParallel`` to take a :class:`Strategy`
+Once this package is imported, ``torch.distributed.fsdp.FullyShardedDataParallel`` takes a :class:`Strategy`
 as its ``sharding_strategy``; models with torch's own strategies are not affected. :func:`fully_shard` is torch's
 function with an additional ``strategy``.
 """

@@ -75,7 +75,7 @@ def _versions() -> dict[str, str]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = "not installed"
-    # The loaded library's version has the build, such as +cu130, which the distribution's version may lack.
+    # The loaded library's version names the build, such as +cu130; the distribution's version may lack it.
     versions["torch"] = torch.__version__
     if torch.cuda.is_available():
         nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
@@ -110,7 +110,7 @@ def _variables() -> dict[str, str]:
 
 
 class _Version(argparse.Action):
-    """Looks the version up only when asked, since a package that is not installed has none."""
+    """Looks the version up only for ``--version``, since the lookup fails if the package is not installed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
         print(f"fsdp_zpp {version('fsdp_zpp')}")

@@ -22,7 +22,7 @@ from fsdp_zpp.codecs import Codec
 # [Note: Identity]
 # State that outlives a backward (accumulated gradients, errors that are fed back) belongs to parameters, not to
 # positions in a flat tensor: the parameters of a gradient change whenever one of them is frozen, unfrozen or not used.
-# So each such tensor carries its layout, and is translated when it meets a tensor of another layout. Parameters that a
+# So each tensor of this state carries its layout, and is translated before use with another layout. Parameters that a
 # new layout lacks are kept separately, or the layout is widened to hold them.
 #
 # Every step may use different parameters, such as one of several heads, or some experts. So values derived from layouts
@@ -36,7 +36,7 @@ MOST_KEPT = 4
 
 
 class Piece(NamedTuple):
-    """A parameter's part of each chunk, of ``numel`` values; ``order`` is its place among the unit's parameters."""
+    """The ``numel`` values of a parameter in each chunk; ``order`` is the parameter's place in the unit."""
 
     order: int
     name: str
@@ -54,8 +54,8 @@ class FlatLayout:
         pieces: The parts of the parameters, in order.
         starts: The offset of each piece in a chunk.
         numel: Number of values in a chunk; values between the pieces belong to no parameter.
-        exact: The bounds, in a chunk and in order, of small parameters, which codecs leave as they are.
-        is_fixed: True if the flat tensor keeps its size and order whichever parameters train, as a flat parameter does.
+        exact: The bounds of small parameters in a chunk, in order; codecs leave these values as they are.
+        is_fixed: True if the flat tensor has the same size and order no matter which parameters train (under FSDP1).
         boundaries: The offsets, in order, of parameters that another parallelism places differently from their
             predecessors. See [Note: Copies].
     """
@@ -143,7 +143,7 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class Extent:
-    """Chunks of a flat gradient as a hop encodes them, of ``numel`` values; ``layout`` is None if it never changes."""
+    """Chunks of ``numel`` values of a flat tensor, as a hop encodes them; ``layout`` is None if it never changes."""
 
     numel: int
     starts: tuple[int, ...]
@@ -155,7 +155,7 @@ class Extent:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether each chunk consists of parts of all parameters of the layout."""
+        """Return whether each chunk is a whole chunk of the layout, with its parts of all parameters."""
         return self.layout is not None and self.numel == self.layout.numel
 
     @property
@@ -163,7 +163,7 @@ class Extent:
         return (0,) * self.chunks if self.is_whole else self.starts
 
     def marked(self, names: Collection[str], device: torch.device) -> Tensor | None:
-        """Return the places of the parameters ``names``, bool [chunks * numel]; None if there are none here."""
+        """Return a mask of the parameters ``names``, bool [chunks * numel]; None if the chunks have none of them."""
         if self.layout is None:
             return None
         runs = [
@@ -190,7 +190,7 @@ class Extent:
         return flat
 
     def cut(self, flat: Tensor) -> Tensor:
-        """Return the extent's values from whole chunks of the layout, with zeros where it goes past their end."""
+        """Return the extent's values from whole chunks of the layout, with zeros past a chunk's end."""
         if self.is_whole:
             return flat
         values = flat.new_zeros(self.chunks, self.numel)
@@ -201,15 +201,15 @@ class Extent:
 
 
 def boundaries_between(placed: Iterable[tuple[int, Hashable]]) -> tuple[int, ...]:
-    """Return the offsets of parameters that are placed differently from those before them."""
+    """Return the offset of each parameter that is placed differently from the parameter before."""
     pairs = pairwise(placed)
     return tuple(start for (_, before), (start, after) in pairs if before != after)
 
 
 def keep_recent(kept: dict[K, V], key: K, value: V) -> V:
-    """Add ``value`` to ``kept``, in place of the oldest entry if there are too many, and return it."""
-    # A few entries suffice for tasks or heads that take turns. Experts would gain nothing from more, since hardly any
-    # two steps use the same ones, and entries take device memory.
+    """Add ``value`` to ``kept`` and return it; a full ``kept`` drops its oldest entry first."""
+    # A few entries suffice for tasks or heads that take turns. More would not help experts, since hardly any
+    # two steps use the same experts, and entries take device memory.
     if len(kept) >= MOST_KEPT:
         del kept[next(iter(kept))]
     kept[key] = value
@@ -221,10 +221,10 @@ NO_PARAMETERS = FlatLayout.dense(())
 
 # ---- exact places
 #
-# Small parameters among those of a unit: which they are, and where they lie in what a hop sends.
+# This section finds the small parameters of a unit, and their places in the tensors that a hop sends.
 #
 # [Note: Small parameters]
-# A block's scale is that of its largest value. A bias or a norm has few values on a rank, so it shares blocks with a
+# A block's largest value sets its scale. A bias or a norm has few values on a rank, so it shares blocks with a
 # matrix. If the matrix's gradients are a hundred times larger, those of the bias round to zero. So parameters of one
 # dimension, and the smallest others (routers, for example), travel in fp32 in the tail of a payload's row, while the
 # codec encodes zeros in their places. They are well under a hundredth of a model, so this costs next to no bytes.
@@ -247,7 +247,7 @@ def sent_exactly(shapes: Sequence[Sequence[int]]) -> list[bool]:
     numels = [math.prod(shape) for shape in shapes]
     exact = [len(shape) < 2 for shape in shapes]
     left = sum(numels) // SMALLEST
-    # Among equal sizes, choose the last ones: then moving the chosen ones to the end does not change the choice.
+    # Prefer the last of several equal sizes, so that moving the chosen parameters to the end keeps the choice.
     for index in sorted(range(len(shapes)), key=lambda index: (numels[index], -index)):
         if not exact[index] and numels[index] <= left:
             exact[index] = True
@@ -272,7 +272,7 @@ class ExactPlaces:
     If a chunk has fewer small values than the tail holds, its row repeats the place of the first small value, or of the
     chunk's first value if none is small.
 
-    Under fully_shard they lie at the end of each chunk, in reach of a strided view, which costs the CPU half as much as
+    Under fully_shard these values lie at the end of each chunk. A strided view of them costs the CPU half as much as
     indexing: ``values.as_strided(shape, strides, values.storage_offset() + start)``. Elsewhere ``strides`` is None.
     """
 
@@ -290,7 +290,7 @@ class ExactPlaces:
 
 
 def _as_grid(offsets: list[int], tail: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Return shape and strides of a grid of rows at ``offsets``, in row-major order; no strides if there is none."""
+    """Return shape and strides of a row-major grid of rows at ``offsets``; strides are None if these form no grid."""
     rows, step = len(offsets), max(offsets[:2])
     inner = next((place for place in range(rows) if offsets[place] != place * step), rows)
     stride = max([0, *offsets[inner : inner + 1]])
@@ -319,7 +319,7 @@ def exact_places(
         extent: The chunks.
         of_all: The offsets of all ranks' chunks in the layout; the chunk that needs the longest tail sets the length.
         codecs: The codecs of hops that carry these values.
-        at: The offsets of the chunks in the tensor to encode, or to decode into; by default one follows another.
+        at: The offsets of the chunks in the tensor to encode, or to decode into; by default they are adjacent.
     """
     layout, numel = extent.layout, extent.numel
     if layout is None or not numel:
@@ -344,7 +344,7 @@ def _in_chunk(layout: FlatLayout, first: int, numel: int, block: int) -> Tensor:
             runs.append((place - place % block if block else 0, place))
     parts: list[Tensor] = []
     end = 0
-    for start, stop in sorted(runs):  # which may overlap
+    for start, stop in sorted(runs):  # runs may overlap
         start, stop = max(start, end), min(stop, numel)
         if start < stop:
             parts.append(torch.arange(start, stop))
@@ -361,7 +361,7 @@ def _padded(indices: Tensor, length: int) -> Tensor:
 
 
 class Sharded:
-    """Parameters of a unit as FSDP has sharded them: none in this base class, which adapters derive from.
+    """Parameters of a unit as FSDP has sharded them. Adapters derive from this class, which has none itself.
 
     Each call looks up everything again: ``load_state_dict(assign=True)``, a move of the model, or FSDP itself may
     replace parameters and shards, and a reference to the old ones would keep their memory.
@@ -386,11 +386,11 @@ class Sharded:
         return ()
 
     def parameter_owners(self) -> Sequence[Sequence[nn.Module]]:
-        """Return each parameter's modules; empty if they have the optimizer's parameters even while unsharded."""
+        """Return each parameter's modules; empty if modules hold the optimizer's parameters even while unsharded."""
         return ()
 
     def model_parallel_groups(self) -> Sequence[dist.ProcessGroup]:
-        """Return a group per axis of another parallelism: its ranks have copies of what the axis does not shard."""
+        """Return a group per axis of another parallelism; its ranks have copies of parameters not sharded on it."""
         return ()
 
     def is_trained(self) -> bool:
@@ -410,7 +410,7 @@ class Sharded:
         return {}
 
     def named_parts(self, parameter: nn.Parameter, of: Tensor) -> Mapping[str, Tensor]:
-        """Return the parts, by FQN, of a contiguous tensor that is laid out as this rank's shard of ``parameter``.
+        """Split ``of``, contiguous and laid out as this rank's shard of ``parameter``; return its parts by FQN.
 
         An optimizer's parameter may consist of several of the model's parameters.
         """
@@ -421,7 +421,7 @@ class Sharded:
         return {}
 
     def weights_changed(self, by_step: bool) -> None:
-        """Drop caches of the old weights; after a step (``by_step``), only their values have changed."""
+        """Drop caches of the old weights; after a step (``by_step``), only the weights' values have changed."""
 
     def drop_gradients(self) -> None:
         """Drop the gradients accumulated from earlier micro-batches of the step."""

@@ -31,7 +31,7 @@ Level = Literal["inter", "intra"]
 #
 # Side streams, and memory that passes from one stream to another.
 #
-# torch's allocator reuses memory as soon as nothing refers to it, in the stream that allocated it. Work in that stream
+# Once nothing refers to memory, torch's allocator reuses it in the stream that allocated it. Work in that stream
 # is ordered, but a kernel of another stream may still read the memory. So either the reader's stream is recorded with
 # the tensor before the last reference goes (:func:`keep_until_read`), or the stream that will write to the memory waits
 # for the reader's (:meth:`SideStream.after_current`). Neither makes the host wait.
@@ -45,7 +45,7 @@ class SideStream:
         self._readers: set[torch.cuda.Stream] = set()  # stays small: torch reuses a device's few streams in turn
 
     def after_current(self, device: torch.device) -> AbstractContextManager[object]:
-        """Return the stream as a context, after it waits for the current stream and the readers of its tensors."""
+        """Make the side stream wait for the current stream and the readers of its tensors; return it as a context."""
         if device.type != "cuda":
             return _NOTHING
         if device not in self._streams:
@@ -81,25 +81,24 @@ def keep_until_read(tensor: Tensor) -> Tensor:
 
 # ---- coalescing
 #
-# All-gathers that start together, as one collective per process group and dtype, by a private function of torch's.
-#
-# Starting a collective costs the CPU tens of microseconds, and the network its latency.
+# All-gathers that start together run as one collective per process group and dtype, since each collective costs the
+# CPU tens of microseconds, and the network its latency. A private function of torch coalesces them.
 
 
 class Waitable(Protocol):
     def wait(self) -> object:
-        """Wait, on a GPU in the current stream and not on the host."""
+        """Wait for the collective; on a GPU, the current stream waits, and the host does not."""
 
 
 class AllGathers:
-    """All-gathers that start together; ranks of a group must add the same ones, in the same order."""
+    """All-gathers that start together; ranks of a group must add the same all-gathers, in order."""
 
     def __init__(self) -> None:
         self._of_groups: dict[tuple[dist.ProcessGroup, torch.dtype], _OfGroup] = {}
 
     def add(self, out: Tensor, own: Tensor, group: dist.ProcessGroup) -> Waitable:
         """Add an all-gather of ``own`` into ``out``; both must stay untouched until the result has been waited for."""
-        # One entry per dtype: gloo would concatenate tensors of several dtypes in a common one.
+        # One entry per dtype: gloo would convert tensors of several dtypes to a common dtype.
         of_group = self._of_groups.setdefault((group, own.dtype), _OfGroup(group))
         of_group.tensors.append((out, own))
         return of_group
@@ -198,7 +197,7 @@ class Hop:
         self.traffic.add(self.kind, self.level, nbytes * (self.size - 1))
 
     def all_gather_uncounted(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
-        """Gather as :meth:`all_gather` does, uncounted: for payloads of several units, each of which counts its own."""
+        """Gather as :meth:`all_gather` does, without counting: units that share a payload count their own parts."""
         gathered = payload.new_empty((self.size * payload.shape[0], payload.shape[1])) if out is None else out
         with labelled("all_gather", label, self.level):
             self._exchange(all_gather_single(), gathered, payload)
@@ -213,7 +212,7 @@ class Hop:
         return received
 
     def reduce_scatter(self, values: Tensor, out: Tensor, label: str) -> None:
-        """Reduce by torch's own reduce-scatter into ``out``; not counted, as torch's collectives never are."""
+        """Reduce by torch's own reduce-scatter into ``out``; :class:`Traffic` counts none of torch's collectives."""
         with labelled("reduce_scatter", label, self.level):
             _reduce_scatter_single()(out, values, group=self.group)
 
@@ -304,7 +303,7 @@ def encode(
 def decode(
     codec: Codec, payload: Tensor, out: Tensor, rows: int, cols: int, label: str, exact: ExactPlaces | None = None
 ) -> None:
-    """Decode for the unit ``label``; small values come from the tails to their places ``exact``."""
+    """Decode for the unit ``label``; small values go from the tails to the places ``exact``."""
     with labelled("decode", label):
         if exact is None or codec.is_lossless:
             codec.decode(payload, out, rows, cols)
@@ -320,7 +319,7 @@ def decode(
 def decode_sum(
     codec: Codec, received: Tensor, out: Tensor, cols: int, scale: float, label: str, exact: ExactPlaces | None = None
 ) -> None:
-    """Decode and sum ``cols`` chunks, in order, for the unit ``label``; ``exact`` as in :func:`decode`."""
+    """Decode ``cols`` chunks per peer, and sum them over the peers in order; the rest as in :func:`decode`."""
     with labelled("decode_sum", label):
         if exact is None or codec.is_lossless:
             codec.decode_sum(received, out, 1, cols, scale)
@@ -345,7 +344,7 @@ def decode_sum_encode(
 ) -> Tensor:
     """Decode, sum and encode for the unit ``label``; arguments as in :func:`encode`."""
     if exact is not None and (codec.is_lossless or next_codec.is_lossless):
-        # Only one of the two has tails.
+        # At most one of the two codecs has tails.
         chunks = received.shape[1]
         sums = torch.empty(chunks * numel, dtype=torch.float32, device=received.device)
         decode_sum(codec, received, sums, chunks, scale, label, exact)
@@ -365,7 +364,7 @@ def decode_sum_encode(
 
 def labelled(phase: str, unit: str, level: Level | None = None) -> AbstractContextManager[object]:
     """Label the block ``fsdp_zpp::<level>_<phase> (<unit>)`` for the profiler, if one is recording."""
-    # Without a profiler, record_function still takes microseconds, and a unit would enter a dozen of them a step.
+    # Even without a profiler, record_function takes microseconds, and a unit would enter it a dozen times a step.
     if profiler._is_profiler_enabled:
         return record_function(f"fsdp_zpp::{phase if level is None else f'{level}_{phase}'} ({unit})")
     return _NOTHING

@@ -28,20 +28,20 @@ from .mesh import ProcessMesh
 #
 # torch counts writes to the parameters and to the shards themselves. It does not count those through ``p.data``, those
 # of fused optimizers, those of some ``torch._foreach_*`` on GPUs, and those of most ``torch._foreach_*`` to DTensors on
-# CPUs. With FSDP_ZPP_CHECK=1 a version is a fingerprint of what the shards hold instead, and so differs after any
+# CPUs. With FSDP_ZPP_CHECK=1 a version is a fingerprint of the shards' values instead, so it differs after any
 # write.
 
 _version_of = attrgetter("_version")
 
 CHECK = "FSDP_ZPP_CHECK"
-"""The environment variable that compares reused weights with the shards; see the docs of secondary shards."""
+"""With this environment variable, reused weights are compared with the shards; see the docs of secondary shards."""
 
 
 class ShardVersion:
     """Versions of a unit's shards: two are equal if nothing was written, moved or replaced in between."""
 
     # A new tensor counts writes from zero, and an allocator may give it the address of a freed one, so count and
-    # address could both match by chance. A weak reference keeps a storage's address from reuse, but not its memory.
+    # address could both match by chance. A weak reference reserves a storage's address, but not its memory.
     def __init__(self) -> None:
         self.of_contents = os.environ.get(CHECK, "") not in ("", "0")
         self._storages: list[int] = []
@@ -49,7 +49,7 @@ class ShardVersion:
         self._moves = 0
 
     def of(self, memory: Sequence[Tensor], counted: Sequence[Tensor]) -> Hashable:
-        """Return the version of ``memory``, the tensors to gather; writes to them raise ``_version`` in ``counted``."""
+        """Return the version of ``memory``, the tensors to gather; ``counted`` count the writes to them."""
         if self.of_contents:
             # The values of DTensors are in ``memory`` already; those of other subclasses are not.
             others = (each for each in counted if not isinstance(each, DTensor) and hasattr(each, "__tensor_flatten__"))
@@ -66,9 +66,9 @@ class ShardVersion:
 # [Note: Weights of a checkpoint]
 # If the inter-node hop sends deltas, a checkpoint has the secondary shard, which is valid only for the weights saved
 # with it. The weights may be loaded before the shard or after it, and other weights may be loaded or written later, so
-# the order of events does not tell whether they belong together. A fingerprint of this rank's weights is therefore
+# the order of events does not tell whether the two belong together. A fingerprint of this rank's weights is therefore
 # saved with the shard: at the first gather, the ranks that gather from each other exchange whether their fingerprints
-# match. If all do, they continue from the saved shard; otherwise the weights are sent whole.
+# match. If all match, they continue from the saved shard; otherwise the weights are sent whole.
 
 
 class CheckpointedShard(TypedDict):
@@ -96,14 +96,14 @@ class CheckpointedShard(TypedDict):
 #                         ^                                                    |
 #                         +-------------------------- hold() ------------------+
 #
-# ``gather_inter_node`` makes the payloads that are held, for several units at once.
+# ``gather_inter_node`` makes the payloads for hold(), for several units at once.
 #
 # [Note: Staleness]
-# A kept secondary shard is stale once the weights have changed. Ranks that disagree on that would enter different
-# collectives and hang, so only events that all ranks share make a shard stale (``mark_stale``). A look at the shard
+# A kept secondary shard is stale once the weights have changed. Ranks that disagree on staleness would enter different
+# collectives and hang, so only events that all ranks share make a shard stale (``mark_stale``). A comparison of shards
 # never does: a rank whose shard is all padding sees no write. The shard's ``version`` is only a check: if it differs
 # from the version that was encoded, something wrote to the weights without an event, and the gather raises rather than
-# compute with old weights. That error is local: ranks that saw no write wait for this one until their process group's
+# compute with old weights. That error is local: ranks that saw no write wait for this rank until their process group's
 # timeout. The gather can't ask other ranks about such a write: they may use different units between changes, and the
 # host would have to wait for their answer. Under FSDP_ZPP_CHECK the host does wait, before each forward of a model,
 # where all ranks meet; see runtime/lifecycle.py.
@@ -148,7 +148,7 @@ class ShardSource(Protocol):
         """Return whether versions of the shard are fingerprints, which differ after any write."""
 
     def keeps_gathered(self) -> bool:
-        """Return whether a gather has left unsharded weights that the next one would reuse."""
+        """Return whether a gather has left unsharded weights that the next gather would reuse."""
 
     def is_trained(self) -> bool: ...
 
@@ -165,7 +165,7 @@ class SecondaryShard:
         base: The older secondary shard that the next delta refers to, if there is one.
         checkpointed: The shard from a checkpoint, until the first gather has compared it with the weights.
         source: The source of the weights; None if they can't be read.
-        side_stream: The stream that makes the shard; None if it is made in the stream of its reader.
+        side_stream: The stream that makes the shard; None if the reader's stream makes it.
         nbytes: Bytes of a payload without deltas; 0 until the first :meth:`sent_as`.
         next_codec: The codec of the next gather, as :meth:`sent_as` takes it; None if that is not known yet.
         encoded_by: The codec of the payload; None without a payload.
@@ -298,7 +298,7 @@ class SecondaryShard:
         """Declare that the weights have changed, on every rank; after a step, the next gather may send a delta."""
         if not by_step or not self.sends_deltas:
             self.base = None
-        elif self._payload is not None:  # else nothing was sent since the last change: receivers hold the same base
+        elif self._payload is not None:  # else nothing was sent since the last change: receivers hold the old base
             self.base = self._payload
         self._payload, self.encoded_by, self.stale = None, None, True
         if logger.isEnabledFor(logging.DEBUG):
@@ -311,7 +311,7 @@ class SecondaryShard:
         self.mark_stale()
 
     def state_dict(self) -> CheckpointedShard:
-        """Return this rank's row of the base of deltas and a fingerprint of the present weights, on the CPU."""
+        """Return this rank's row of the secondary shard or base, and a fingerprint of the weights, on the CPU."""
         saved = self.checkpointed
         if saved is not None:
             return {**saved, "row": None if saved["row"] is None else saved["row"].clone()}
@@ -320,7 +320,7 @@ class SecondaryShard:
             return {"row": None, "fresh": False, "fingerprint": None}
         if self._ready is not None:
             self._ready.synchronize()
-        # The returns above come first: one is taken before the first forward, when there is no shard to read.
+        # Read the weights only here: before the first forward, they can't be read, and a return above is taken.
         readable = self.source is not None and self.source.can_be_read()
         weights = torch.cat(list(self.source.read().tensors)) if readable and self.source is not None else None
         row = held[self.own_node : self.own_node + 1].cpu().clone()
@@ -363,8 +363,8 @@ class StaleShard(NamedTuple):
 
 @torch.no_grad()
 def gather_inter_node(stale: Sequence[StaleShard]) -> None:
-    """Make fresh, in the current stream, secondary shards whose hops are over the same ranks. Collective."""
-    # One collective sends all of them; each shard from a checkpoint takes another one.
+    """Make secondary shards fresh in the current stream; their hops must be over the same ranks. Collective."""
+    # One collective sends all of them; each shard from a checkpoint first takes a collective of its own.
     first, last = stale[0].shard, stale[-1].shard
     label = first.label if first is last else f"{first.label} to {last.label}"
     # labelled() makes the same check; made here, it saves a call on a hot path while no profiler runs.
@@ -405,7 +405,7 @@ def _send(sent: Sequence[StaleShard], label: str) -> None:
 
 def _kind(stale: StaleShard) -> Hashable:
     values = stale.values
-    # Secondary shards of a run share a buffer, which lives until each is replaced. Frozen units never replace theirs,
+    # Secondary shards of a run share a buffer, which lives until all are replaced. Frozen units never replace theirs,
     # so they have their own runs.
     exact = None if stale.shard.exact is None else stale.shard.exact.key
     return stale.codec, values.numel, stale.shard.base is not None, values.tensors[0].dtype, values.is_trained, exact
@@ -418,7 +418,7 @@ class Run:
         self.stale = stale
         codec = self._codec = stale[0].codec
         self._rows = len(stale)
-        # In place of without_tail(), to save a call in each gather.
+        # This is without_tail(), inlined to save a call in each gather.
         self._coded, self._tail = (codec.codec, codec.tail) if isinstance(codec, ExactTail) else (codec, 0)
         bases = [shard.take_base() for shard, _, _ in stale if shard.base is not None]
         self._base = _adjacent(bases) if bases else None
@@ -435,7 +435,7 @@ class Run:
         if exact.strides is None:
             taken = parts[:, exact.flat]
             parts.index_fill_(1, exact.flat, 0)
-        else:  # of one chunk
+        else:  # the shard is one chunk
             small = parts.narrow(1, exact.start, exact.tail)
             taken = small.clone()
             small.zero_()
@@ -451,12 +451,12 @@ class Run:
 
     def receive(self, gathered: Tensor) -> Tensor:
         """Make secondary shards, uint8 [rows * nodes, nbytes], from all nodes' payloads [nodes, rows, nbytes]."""
-        by_shard = gathered.transpose(0, 1).flatten(0, 1).contiguous()  # not contiguous if runs share the rows
+        by_shard = gathered.transpose(0, 1).flatten(0, 1).contiguous()  # copies if several runs share the rows
         if self._base is None or not isinstance(self._coded, Delta):
             return by_shard
         changed = self._coded.apply_delta(self._base, by_shard, self.stale[0].values.numel, self._tail)
         if self._tail:
-            tails_of(changed, self._tail).copy_(tails_of(by_shard, self._tail))  # small values are no deltas
+            tails_of(changed, self._tail).copy_(tails_of(by_shard, self._tail))  # small values are sent whole
         return changed
 
 
@@ -465,7 +465,7 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _adjacent(parts: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all parts, without a copy if a run has left them one after the other."""
+    """Return the rows of all parts, without a copy if they lie one after the other already."""
     first = parts[0]
     memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
     for number, part in enumerate(parts):
@@ -486,7 +486,7 @@ def _adjacent(parts: Sequence[Tensor]) -> Tensor:
 #
 # Prefetching starts with the first gather after a change, not with the change: shards must include what is written
 # between a step and the forward (averages, clipped weights), and two optimizers that step in turn must not send weights
-# twice. Starting at the change would gain nothing on a GPU, whose host is already ahead of it.
+# twice. Starting at the change would gain nothing on a GPU, since the host already runs ahead of it.
 #
 # All ranks prefetch the same units, since gathers and changes come in the same order on all of them. A unit whose
 # secondary shard was prefetched and not read before its weights changed again is not prefetched any more.
@@ -505,7 +505,7 @@ LEAST_NBYTES = 2**20
 
 MOST_NBYTES = 2**24
 """The most bytes that a rank sends for a chunk of several units, to all other nodes together: 16 MiB take 1.3 ms at 100
-Gb/s a GPU. Each other node gets the whole payload. In encoding, its full-precision values take 4 to 8 times that."""
+Gb/s a GPU. Each other node gets the whole payload. The full-precision values take 4 to 8 times that while encoded."""
 
 
 class SecondaryShardPrefetcher:

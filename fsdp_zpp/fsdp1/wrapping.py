@@ -204,7 +204,7 @@ def _checked(
 
 
 def _mesh_of(group: dist.ProcessGroup, gpus_per_node: int | None, gains: bool) -> ProcessMesh:
-    """Return the mesh of a hook; if it ``gains`` by that, fast links define the nodes. Collective."""
+    """Return the mesh of a hook; if the hook ``gains`` by it, ranks joined by fast links are a node. Collective."""
     if gpus_per_node is None and gains:
         find_links(group)
         if (joined := joined_by_links(group)) is not None:
@@ -254,7 +254,7 @@ def shared_error(shared: Shared, wrapped: nn.Module) -> ValueError:
 
 
 def hold_flattened(instance: FullyShardedDataParallel, arguments: dict[str, Any], before: Sites) -> None:
-    """Mark the parameters that ``instance`` has flattened; raise a ValueError if a nested instance has one, too.
+    """Mark the parameters that ``instance`` has flattened; raise a ValueError if another unit has one.
 
     ``before`` has the wrapped module's parameters and their names, as they were before construction.
     """
@@ -284,8 +284,8 @@ def check_arguments(
 ) -> tuple[Strategy, RankLayout]:
     """Raise if a strategy can't shard by these arguments of FSDP's constructor. Collective over ``group``.
 
-    If ``strategy`` is another object, ranks compare it before they raise. Iterators in ``arguments`` become lists.
-    Returns the strategy of the module, without overrides, and the layout of the ranks.
+    If ``strategy`` is not a Strategy, ranks compare it before they raise. Iterators in ``arguments`` become lists.
+    Returns the strategy that applies to the module itself, without overrides, and the layout of the ranks.
     """
     own = [] if group is None else _check_agreement(strategy, group, arguments)
     if not isinstance(strategy, Strategy):
@@ -332,7 +332,7 @@ def _check_what_is_sharded(
 
 
 def _check_no_other_parallelism(strategy: Strategy, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise for NO_SHARD if another parallelism has sharded a parameter, since FSDP can't write it back."""
+    """Raise for NO_SHARD if another parallelism has sharded a parameter, since FSDP can't write the parameter back."""
     for name, parameter in parameters:
         if isinstance(parameter, DTensor) and strategy.optimizer == "N":
             raise NotImplementedError(
@@ -364,7 +364,7 @@ def _check_agreement(
 ) -> list[tuple[str, nn.Parameter]]:
     """Raise unless all ranks shard the same module in the same way; return the named parameters to flatten."""
     module: nn.Module = arguments["module"]
-    if not isinstance(module, nn.Module):  # other ranks may have one, and wait in the comparison
+    if not isinstance(module, nn.Module):  # other ranks may have a module, and wait in the comparison
         check_agreement(group, f"FullyShardedDataParallel({module!r})", {})
         check_module(module)
     for name in ("ignored_modules", "ignored_states"):
@@ -375,7 +375,7 @@ def _check_agreement(
     nested = {p for unit in units for p in unit.parameters()}
     own = [(name, p) for name, p in module.named_parameters() if p not in ignored and p not in nested]
     shared = UNITS.find_shared([module], ignored)
-    if shared is not None:  # before the facts: it is sharded already, and sizes of shards differ
+    if shared is not None:  # before the facts: the parameter's shards differ in size
         check_agreement(group, f"FullyShardedDataParallel({model_name(module)})", {"shared": shared.name})
         raise shared_error(shared, module)
     facts = strategy_facts(strategy, group)
@@ -402,7 +402,7 @@ def _check_offload(offload: CPUOffload | None) -> None:
 
 def refuse_local_state_dict(module: FullyShardedDataParallel, *unused: object) -> None:
     """Before ``module`` gives a state dict, raise a ValueError if that would be a local one."""
-    # torch takes a rank in the node's group for a global rank, as under its HYBRID_SHARD: all nodes but one raise.
+    # torch would take a rank in the node's group for a global rank, so that all nodes but one would raise.
     if FullyShardedDataParallel.get_state_dict_type(module).state_dict_type == StateDictType.LOCAL_STATE_DICT:
         raise ValueError(
             "LOCAL_STATE_DICT can't hold weights that are sharded inside nodes (optimizer scope I); use "
@@ -435,7 +435,7 @@ class CommHookUnit:
         self.loaded_state: Loaded | None = None
         hear_of_loads(self)
 
-    # Stock FSDP keeps no weights and no secondary shard, and has gradients only in ``.grad``.
+    # Nothing to drop: stock FSDP keeps no weights and no secondary shard, and has gradients only in ``.grad``.
     def invalidate(self, *, by_step: bool = False) -> None: ...
 
     def weights_loaded(self) -> None:
@@ -472,7 +472,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     )
 
     def wrap_frozen(others: set[nn.Parameter]) -> FullyShardedDataParallel:
-        # The outer instance does these. FSDP takes ignored modules or ignored states, not both; ``others`` has all.
+        # The outer instance handles these. FSDP takes ignored modules or ignored states, not both; ``others`` has all.
         done_outside = {"auto_wrap_policy": None, "param_init_fn": None, "sync_module_states": False}
         given = {name: value for name, value in arguments.items() if name != "self"}
         return FullyShardedDataParallel(**given | done_outside | {"ignored_modules": None, "ignored_states": others})
@@ -498,7 +498,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     if strategy.overrides:
         check_overrides(module.module, own, strategy, _torch_handle.flattened_sites(module))
     _torch_handle.adopt_handle(module, unit)
-    # A load of a full or sharded state dict ends in a writeback; a load of a local one writes to the shard directly.
+    # A local state dict is loaded into the shard directly, without the writeback that ends other loads.
     module.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.weights_loaded())
     if unit.scopes.optimizer == "I":
         module.register_state_dict_pre_hook(refuse_local_state_dict)
@@ -555,9 +555,9 @@ def _name_of(path: str) -> str:
 
 
 def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[FullyShardedDataParallel, object]:
-    """Check that ``state`` reduces over the model's group, log which parts of it are active, and count its traffic.
+    """Check that ``state`` reduces over the model's group, make each unit's state, and log the reduction.
 
-    Returns the state of each instance; none if ``state`` is another hook's.
+    Returns the state of each instance; an empty dict if ``state`` is another hook's.
     """
     if not isinstance(state, QuantizedReduceState):
         return {}

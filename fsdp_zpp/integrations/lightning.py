@@ -5,7 +5,7 @@
 
     trainer = Trainer(strategy=FSDPStrategy(sharding_strategy=Strategy.zeropp(), auto_wrap_policy={Layer}), ...)
 
-They add to Lightning's own: with ``accumulate_grad_batches``, gradients sync once a step, not in each micro-batch;
+These classes add to Lightning's: with ``accumulate_grad_batches``, gradients sync once a step, not in each micro-batch;
 ``gradient_clip_val`` clips the norm under FSDP1, too; checkpoints hold codec state, and the quantized weights or their
 identity. The older package ``pytorch_lightning`` refuses these classes.
 """
@@ -86,7 +86,7 @@ class WholeCheckpoints(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: object = None) -> None:
         path = _local_path(self.broadcast(filepath))
         assert self.model is not None
-        saves_optimizers = bool(self.optimizers) and "optimizer_states" in checkpoint  # super() removes these
+        saves_optimizers = bool(self.optimizers) and "optimizer_states" in checkpoint  # super() removes the states
         with MarkedSave(path) as save:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             if saves_optimizers:
@@ -124,7 +124,7 @@ def _local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def _check_names(model: nn.Module, checkpoint: Path, weights_only: bool | None) -> None:
-    """Raise if a checkpoint has values for quantized weights: loading would ignore them. Collective."""
+    """Raise if a checkpoint has values for quantized weights: loading would ignore these values. Collective."""
     if not (quantized := quantized_names(model)):
         return
     names = _names_in(checkpoint, weights_only) if dist.get_rank() == 0 else set()
@@ -192,8 +192,8 @@ class FSDPStrategy(WholeCheckpoints, LightningFSDPStrategy):
         return self._state_dict_type == "full"
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        # An evaluation after a fit passes the original model again: by then its layers are wrapped, but not the model.
-        # ``_root.module`` may be another FSDP instance: if some parameters are frozen, two instances wrap the model.
+        # An evaluation after a fit passes the original model again: its layers are wrapped by then, the model is not.
+        # ``_root.module`` may not be the model: if some parameters are frozen, two FSDP instances wrap the model.
         if isinstance(self._root, FullyShardedDataParallel) and self._in_root is model:
             return self._root
         with _wrapped_on_cpu(model, self) as wrapped:
@@ -223,7 +223,7 @@ def _wrapped_on_cpu(model: nn.Module, strategy: FSDPStrategy) -> Iterator[nn.Mod
         return
     if strategy._state_dict_type == "full":
         # Lightning has FSDP offload gathered tensors to the CPU. On a CPU torch makes no copy: it frees the memory of
-        # gathered weights, and reuses that of one gathered optimizer state for the next.
+        # gathered weights, and reuses the memory of a gathered optimizer state for the next.
         raise ValueError(
             'state_dict_type="full" of a model on a CPU makes torch save memory that it has freed or reused; '
             'pass state_dict_type="sharded"'
@@ -240,7 +240,7 @@ def _wrapped_on_cpu(model: nn.Module, strategy: FSDPStrategy) -> Iterator[nn.Mod
         device_id=strategy.root_device,
         **strategy.kwargs,
     )
-    # With a policy, Lightning would warn that modules are wrapped already.
+    # If the policy stayed in ``kwargs``, Lightning would warn that modules are wrapped already.
     policy = strategy.kwargs.pop("auto_wrap_policy", None)
     try:
         yield wrapped
@@ -328,7 +328,7 @@ class ModelParallelStrategy(WholeCheckpoints, LightningModelParallelStrategy):
 
 
 def _check_data_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise if the ranks that shard ``model`` are not those to which Lightning gives different data."""
+    """Raise if the ranks that shard ``model`` are not the ranks to which Lightning gives different data."""
     expected = dist.get_process_group_ranks(mesh["data_parallel"].get_group())
     for unit, name in named_units(model).items():
         if not isinstance(unit, StrategyUnit) or unit.ranks.group is None or unit.stock:

@@ -19,13 +19,13 @@ from .outer_step import OuterStep, OuterStepState
 
 # ---- known optimizers
 #
-# Optimizers that step a model's parameters, by numbers that are the same on all ranks.
+# Optimizers that step a model's parameters; each has the same number on all ranks.
 
 
 class KnownOptimizers:
     """Numbers optimizers in the order of the events that make them known. All ranks see these events."""
 
-    # It keeps no optimizer alive. Ranks may free an optimizer at different times, so no number is used again.
+    # It keeps no optimizer alive. Ranks may free an optimizer at different times, so numbers are not reused.
     def __init__(self) -> None:
         self.count = 0
         self._numbers = weakref.WeakKeyDictionary[Optimizer, int]()
@@ -55,8 +55,8 @@ class FragmentState(TypedDict):
     progress: dict[str, Any]
     exchanges: OuterStepState | None  # None while there are no agreed weights
     weights: dict[str, Tensor]
-    changed: list[str]  # trained since their last exchange
-    sent: list[str]  # on their way
+    changed: list[str]  # parameters trained since their last exchange
+    sent: list[str]  # parameters in the exchange under way
 
 
 @dataclass
@@ -68,9 +68,9 @@ class Progress:
     exchanged: int = 0  # the last step whose due exchanges were made
     arrives: int | None = None  # the step after which the exchange under way is received; None if there is none
     apart: bool = False  # nodes have trained on their own since they last held the same weights and optimizer states
-    sent: int = 0  # exchanges, the one under way included
+    sent: int = 0  # exchanges sent, including the one under way
     committed: int = 0  # exchanges that elastic nodes have committed to
-    round: int = 0  # the elastic round of the last exchange that they committed to
+    round: int = 0  # the elastic round of the last exchange that elastic nodes committed to
     settled: int | None = None  # the step after which elastic nodes have exchanged everything; None if there is none
 
 
@@ -87,10 +87,10 @@ class Fragment:
     Parameters that never were trained are not exchanged.
 
     Attributes:
-        pending: Loaded optimizer states, by the optimizer's id, with the functions that restore them. They are
-            restored together with the fragment.
+        pending: Loaded optimizer states, by the optimizer's id, with the functions that restore them.
+            Restoring the fragment restores these, too.
         before_restore: Called before a loaded state is restored; may call :meth:`reset` to drop it. Collective.
-        was_reloaded: True from a load of weights without a state of local steps until that load is handled.
+        was_reloaded: True after a load of weights without a state of local steps, until the load is handled.
     """
 
     def __init__(self, config: LocalSteps, outer: OuterStep, unit: ExchangedUnit) -> None:
@@ -100,7 +100,7 @@ class Fragment:
         self._own: dict[str, Tensor] | None = None
         self._unit = unit
         self._changed: set[str] = set()  # trained since their last exchange
-        self._sent: list[str] = []  # on their way
+        self._sent: list[str] = []  # parameters in the exchange under way
         self._loaded: FragmentState | None = None
         self.before_restore: Callable[[], None] = lambda: None
         self.was_reloaded = False
@@ -118,7 +118,7 @@ class Fragment:
         return {name: shard for name, shard in self._unit.sharded.named_shards().items() if name in names}
 
     def start(self, *, anew: bool = False) -> None:
-        """Adopt weights of trained parameters without agreed ones, or of all if ``anew``; all nodes hold equal ones."""
+        """Adopt the weights of newly trained parameters (``anew``: of all trained) as agreed; nodes hold the same."""
         new = set(self._unit.sharded.trained_names()) - (frozenset() if anew else self.outer.names)
         if new:
             self.outer.start(self._of(new))
@@ -149,7 +149,7 @@ class Fragment:
         self._changed = set()
 
     def warm_up(self) -> None:
-        """Adopt the changed weights; add their changes since the fragment was last due to the momentum."""
+        """Adopt the changed weights; add to the momentum their changes since the last due exchange."""
         self.outer.adopt(self._of(self._changed), warms_up=True)
         self._changed = set()
 
@@ -200,7 +200,7 @@ class Fragment:
         self._unit.invalidate()
 
     def weights_loaded(self) -> None:
-        """Handle a load of weights. If a state was loaded, too, its weights will replace these."""
+        """Handle a load of weights. If a fragment's state was loaded, too, its weights replace these later."""
         self.was_reloaded = self._loaded is None and bool(self.outer.names)
 
     # ---- in checkpoints

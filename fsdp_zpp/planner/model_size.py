@@ -19,14 +19,14 @@ from .cluster import Cluster, MemoryBudget, Precision, StepConfig, whole
 
 # ---- model config
 #
-# Hugging Face's config says how many experts a model has, and how many a token is routed to, by one of these names.
+# Names in Hugging Face configs for the number of experts, and for the number of experts that a token is routed to.
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_top_k", "moe_topk")
 
 
 def _routing_of(model: nn.Module) -> tuple[int, int]:
-    """Return the number of experts in a layer, and of those that a token is routed to; zeros if it is not known."""
+    """Return the numbers of experts in a layer and of experts per token; zeros if they are not known."""
     config: Any = getattr(model, "config", None)
     # Models of text and images keep these numbers in the config of their text part.
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -95,7 +95,7 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        """Return the elements of one unit."""
+        """Return the number of elements of one unit."""
         return self.trainable + self.frozen
 
 
@@ -107,17 +107,17 @@ class Units:
 
     @property
     def trainable(self) -> int:
-        """Return the trainable elements."""
+        """Return the number of trainable elements."""
         return sum(unit.count * unit.trainable for unit in self.units)
 
     @property
     def frozen(self) -> int:
-        """Return the frozen elements."""
+        """Return the number of frozen elements."""
         return sum(unit.count * unit.frozen for unit in self.units)
 
     @property
     def params(self) -> int:
-        """Return all elements."""
+        """Return the number of all elements."""
         return self.trainable + self.frozen
 
     @property
@@ -151,12 +151,12 @@ class ModelSize(Units):
 
     @property
     def active_trainable(self) -> int:
-        """Return the trainable elements that a token computes with."""
+        """Return the number of trainable elements that a token computes with."""
         return self.trainable - self.idle_trainable
 
     @property
     def active_frozen(self) -> int:
-        """Return the frozen elements that a token computes with."""
+        """Return the number of frozen elements that a token computes with."""
         return self.frozen - self.idle_frozen
 
     def with_trainable(self, trainable: float) -> ModelSize:
@@ -200,7 +200,7 @@ def module_size(model: nn.Module) -> ModelSize:
     """Return a module's units: the entries of its outermost ``nn.ModuleList``s, and the root, which has the rest.
 
     FSDP has these units if each layer is wrapped, then the model. A shared parameter counts once, in the first layer
-    that has it. Sizes are without padding. The plan adds the padding to equal shards later, and leaves out the padding
+    that has it. Sizes are without padding. The plan adds padding that makes shards equal, and leaves out the padding
     of each parameter to 16 bytes under ``use_orig_params``.
 
     Raises:
@@ -235,7 +235,7 @@ def _unit_of(parameters: set[nn.Parameter], reshard_after_forward: bool = True) 
 
 
 def _split(params: int, trainable: int, count: int, reshard_after_forward: bool) -> list[Unit]:
-    """Make ``count`` units that add up exactly; the first few may have one element more."""
+    """Split elements into ``count`` units that add up exactly; the first few may have one element more."""
     (each, more), (frozen_each, frozen_more) = divmod(trainable, count), divmod(params - trainable, count)
     # A unit differs from the one before only where the extra trainable or frozen elements run out.
     bounds = sorted({0, more, frozen_more, count})
@@ -253,7 +253,7 @@ def pretrained_size(name: str) -> ModelSize:
 
     Raises:
         ModuleNotFoundError: If transformers is not installed.
-        ValueError: If there is no such config, the hub can't be reached, or it is not a causal language model's.
+        ValueError: If there is no such config, the hub can't be reached, or the config is of another kind of model.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM

@@ -27,14 +27,14 @@ from fsdp_zpp.strategy.strategy import Strategy
 from ._torch_rank_layout import node_size_fact
 from .unit import COMMUNICATORS, Communicator, StrategyUnit, is_packed, named_units
 
-# ---- ranks of a model where a user does not name them
+# ---- ranks of a model, for calls without a process group
 
 
 def ranks_of(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> dist.ProcessGroup | None:
     """Return ``process_group`` if it is given, otherwise the largest group that a part of ``model`` is sharded over.
 
-    A model that is not sharded, or is sharded over a mesh of several dimensions, has all ranks of the job. None if this
-    process is alone. Does not communicate. ``model`` may be an object of any type: the caller checks it on all ranks.
+    For a model that is not sharded, or is sharded over a mesh of several dimensions, return all ranks of the job. None
+    without torch.distributed. Does not communicate. ``model`` may have any type: the caller checks it on all ranks.
     """
     if process_group is not None or not dist.is_initialized() or not isinstance(model, nn.Module):
         return process_group if process_group is not None else dist.group.WORLD
@@ -77,7 +77,7 @@ def check_folder(path: object) -> Path:
 
 
 def check_instance(name: str, value: object) -> None:
-    """Raise a TypeError if the class Strategy, or a method that makes one, was passed where an instance was meant."""
+    """Raise a TypeError if the class Strategy, or a method that makes a Strategy, is passed instead of an instance."""
     if isinstance(value, type) and issubclass(value, Strategy):
         raise TypeError(f"{name} is the class Strategy itself, not an instance; did you mean Strategy()?")
     made_by = getattr(value, "__self__", None)
@@ -97,7 +97,7 @@ def strategy_facts(strategy: object, group: dist.ProcessGroup) -> dict[str, obje
 
 
 def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str, *, takes_integers: bool = False) -> None:
-    """Raise a TypeError that names a parameter whose dtype can't be sharded, and a ``remedy``."""
+    """Raise a TypeError if a parameter's dtype can't be sharded; ``remedy`` ends its message."""
     for name, parameter in parameters:
         if parameter.dtype in DTYPES:
             continue
@@ -119,7 +119,7 @@ def check_dtypes(parameters: Iterable[tuple[str, Tensor]], remedy: str, *, takes
 
 
 def check_exchanges(local_steps: LocalSteps, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise a NotImplementedError if exchanges would round copies of a parameter in a different way on each rank."""
+    """Raise a NotImplementedError if exchanges would round copies of a parameter differently on each rank."""
     codec = local_steps.codec
     if codec is None or codec.block_numel:
         return
@@ -137,13 +137,13 @@ def check_exchanges(local_steps: LocalSteps, parameters: Iterable[tuple[str, Ten
 #
 # FSDP gathers and reduces a parameter in one unit alone, so a call that finds a shared parameter raises. torch's own
 # calls do not check: the forward fails with other errors, or two separate copies are trained. Parameters that a call
-# has sharded are marked, and so are their modules, since FSDP replaces parameters, or takes them away.
+# has sharded are marked, and so are their modules, since FSDP replaces or removes parameters.
 
 Site = tuple[nn.Module, str]
 """A module and the name of a parameter there."""
 _HELD = "_fsdp_zpp_held"
-"""Attribute of a parameter: its name in the call that has sharded it. Attribute of a module: a dict of such names, by
-the parameters' own names. It holds only text, since torch.save() also saves the attributes of a parameter.
+"""On a parameter, this attribute is its name in the call that has sharded it; on a module, a dict from its parameters'
+own names to such names. It holds only text, since torch.save() also saves the attributes of a parameter.
 """
 _ANOTHER = "a parameter of another unit"
 
@@ -248,13 +248,13 @@ def invalidate(model: nn.Module) -> None:
     """Declare that the weights of ``model`` have changed; call it on every rank.
 
     These events declare a change by themselves: a backward that synchronizes gradients, a step of a torch optimizer,
-    its ``train()`` and ``eval()`` if it has them (schedule-free optimizers do), ``load_state_dict``,
+    the optimizer's ``train()`` and ``eval()`` if it has them (schedule-free ones), ``load_state_dict``,
     ``torch.distributed.checkpoint.load`` on all ranks, and ``summon_full_params(writeback=True)``. The first three
     concern only weights that were ever trained or given to an optimizer. After any other write to the weights, call
     this before the next forward, so that the weights are gathered between nodes again. Examples of such writes are
     clipping, averaging, ``p.data.copy_()``, ``torch._foreach_*``, fused kernels that are called directly, a teacher's
     moving average, ``eval()`` and ``train()`` of optimizers that are not torch's. Version counters show some of these
-    writes, so that the next gather raises a ``StaleSecondaryError``; ``FSDP_ZPP_CHECK=1`` makes it raise after each.
+    writes, so that the next gather raises a ``StaleSecondaryError``; ``FSDP_ZPP_CHECK=1`` makes it raise after any.
     A forward sends the weights of all units as soon as it needs the first, so after a write within a forward (in a
     hook, say), call this before the forward reaches the unit that was written to.
 
@@ -297,7 +297,7 @@ def traffic(model: nn.Module, *, reset: bool = False) -> dict[Kind, dict[Level, 
 
 
 def exchange_weights(model: nn.Module) -> None:
-    """Exchange all weights between nodes now, after which all of them hold the same; call it on every rank.
+    """Exchange all weights between nodes now, so that all hold the same weights; call it on every rank.
 
     With ``Strategy(local_steps=...)``, nodes exchange weights every few steps by themselves; this is for the end of
     training, or of a phase of it. Like the other exchanges, it sends encoded changes and makes an outer step. While
@@ -330,7 +330,7 @@ def agreed_weights(model: nn.Module) -> Iterator[None]:
 
     With ``Strategy(local_steps=...)``, evaluation and state dicts show the weights of the node itself; in this context
     they show the agreed ones, as DiLoCo evaluates and saves them. The node's own weights are set aside and restored on
-    exit; don't train inside. Nothing is sent between nodes, so it is enough to enter it on every rank of one node.
+    exit; don't train inside. Nothing is sent between nodes, so entering on every rank of one node is enough.
     Right after a load, enter it on all ranks, since nodes first compare the loaded weights. While steps are
     synchronous, the agreed weights are the current ones.
 
@@ -352,7 +352,7 @@ def agreed_weights(model: nn.Module) -> Iterator[None]:
 
 
 def members(model: nn.Module) -> Membership:
-    """Return this node's place among those that train together, and the steps that they have made.
+    """Return this node's place among the nodes that train together, and the steps that these have made.
 
     A node that joins takes over the step of the others in its second forward; its loop must go on from that step.
     Does not communicate.
@@ -377,7 +377,7 @@ def count_tokens(model: nn.Module, tokens: int) -> None:
     """Count tokens that this node has trained on; exchanges then weight its changes by tokens instead of steps.
 
     Call it in every step, before the next forward, on all nodes or on none. All ranks of a node pass the same number,
-    that of the whole node. Does not communicate.
+    the tokens of the whole node. Does not communicate.
 
     Args:
         model: As of :func:`members`.
@@ -395,7 +395,7 @@ def count_tokens(model: nn.Module, tokens: int) -> None:
 def end_training(model: nn.Module) -> None:
     """Declare that elastic nodes have made all steps: no node may join any more, and nodes that wait to join raise.
 
-    Without it, a node that comes back after the others are done would train from the beginning. Call it after
+    Without this call, a node that comes back after the others are done would train from the beginning. Call it after
     :func:`exchange_weights`, on every rank of a node; one node is enough.
 
     Args:
@@ -409,7 +409,7 @@ def end_training(model: nn.Module) -> None:
 
 
 def _ranks_that_compare(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the ranks of the local training of ``model``, which compare their calls; without one, :func:`ranks_of`."""
+    """Return the ranks of the local training of ``model``, which compare their calls; by default :func:`ranks_of`."""
     units = named_units(model) if isinstance(model, nn.Module) else {}
     trainings = (unit.local_training for unit in units if isinstance(unit, StrategyUnit))
     return next((training.group for training in trainings if training is not None), ranks_of(model))

@@ -12,7 +12,7 @@ from fsdp_zpp_kernels.reference import MAX_SCALE, MIN_SCALE, RMS_SCALE, SCALE_MA
 # Tiles of Triton kernels: which chunk a program reads and writes, and where its codes lie.
 #
 # The grid is (tiles of a chunk, cols, rows), so that no program divides to find its place. A program reads chunk (r, c)
-# in row-major order and writes to its place in the transposed grid. The offset of a tile is 64-bit, since a tensor may
+# in row-major order and writes to chunk (c, r) of the result. The offset of a tile is 64-bit, since a tensor may
 # have more than 2**31 elements; offsets inside a tile are 32-bit.
 #
 # The kernels are bound by memory only as long as they spend few instructions on a value, so they save instructions. A
@@ -38,7 +38,7 @@ def tile_index():
 
 @triton.jit
 def codes_words(numel, BITS: tl.constexpr):
-    # PayloadLayout.scales_offset in words. It ends in `* 4`, which shows Triton the 16-byte alignment.
+    # PayloadLayout.scales_offset in words. The `* 4` at the end shows Triton the 16-byte alignment.
     return (numel * BITS + 127) // 128 * 4
 
 
@@ -64,7 +64,7 @@ def word_ptrs(words_ptr, BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.const
 
 # ---- encoding
 #
-# Part of the Triton kernels that quantizes one tile and stores it in a payload.
+# This part of the Triton kernels quantizes one tile and stores it in a payload.
 
 
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
@@ -161,7 +161,7 @@ def encode(
     rounder: tl.constexpr = _ROUNDER + (1 << (BITS - 1))
     rounded = steps + rounder
     # Fp32 additions are not reassociated, so adding and subtracting the rounder leaves the rounded code. The product of
-    # code and scale is exact ([Note: Exact products] in reference.py), so an fma gives the bits of a separate
+    # code and scale is exact ([Note: Exact products] in reference.py), so an fma gives the same bits as
     # product and difference. The scale is negated, not the code: with code 0, a value of -0 then stays -0, as in the
     # reference. An all-zero block has scale 0: * -1.0 makes it -0, but Triton's -x is 0 - x and would leave it at 0.
     codes = rounded - rounder
@@ -188,11 +188,11 @@ def encode(
     else:
         tl.store(words_ptrs, words)
         tl.store(scales_ptr + block, scales)
-    # The program of the chunk's last tile zeroes the padding of the scales: ranks compare payloads byte by byte.
+    # The program of the chunk's last tile zeroes the scales' padding, since ranks compare payloads byte by byte.
     if (tile + 1) * TILE >= numel:
         pad = blocks + tl.arange(0, 4)
         tl.store(scales_ptr + pad, tl.zeros([4], tl.float32), mask=pad < (blocks + 3) // 4 * 4)
-    # The compiler removes these computations if the caller ignores the results.
+    # If the caller ignores these results, the compiler removes their computation.
     return left_out, magnitude[:, None] < _INF_BITS
 
 
@@ -200,7 +200,7 @@ def encode(
 def _pack(rounded, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Pack ``rounded`` codes, fp32 [TILE // BLOCK, BLOCK]: int32 [TILE // BLOCK, words].
 
-    Each is a code plus ``_ROUNDER`` plus the offset 2 ** (BITS - 1).
+    Each value is a code plus ``_ROUNDER`` plus the offset 2 ** (BITS - 1).
     """
     # The codes of a word are shifted to their places and added up. The offset keeps each code positive, so that none
     # borrows from its neighbour. One subtraction removes the bits of all rounders, which saves a mask per code, and
@@ -218,7 +218,7 @@ def _pack(rounded, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
 
 # ---- decoding
 #
-# Parts of the Triton kernels that decode one tile of a payload, and sum it over peers.
+# These parts of the Triton kernels decode one tile of a payload, and sum it over peers.
 
 
 @triton.jit
@@ -270,7 +270,7 @@ def _load_codes(
     words, scales = load_words(words_ptr, scales_ptr, left, BITS, BLOCK, TILE, GROUP, MASKED)
     HALF: tl.constexpr = 16 // BITS
     OFFSET: tl.constexpr = 1 << (BITS - 1)
-    # The upper half of a word is shifted right by 16 - LIFT bits, so its codes start at bit LIFT. For codes at bit 0,
+    # The upper half of a word is shifted right by 16 - LIFT bits, so its codes start at bit LIFT. With codes at bit 0,
     # ptxas would turn the shift by 16 into two instructions. A mantissa has 23 bits: room for 16 above the lift.
     LIFT: tl.constexpr = 4 if BITS == 4 else 1
     code = tl.arange(0, 2 * HALF)[None, None, :]
@@ -329,7 +329,7 @@ def add_row(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return ``values``, a tile in any shape, plus ``sign`` (1 or -1) times the row, in the shape of ``decode_sum``."""
+    """Return ``values`` plus ``sign`` (1 or -1) times the row's tile, in the shape that ``decode_sum`` returns."""
     codes, scales = load_row(row_ptr, numel, zero, BITS, BLOCK, TILE, GROUP, MASKED)
     # The product of code and scale is exact with either sign, so one fma serves, as in ``decode_sum``.
     return tl.fma(codes, sign * scales, tl.reshape(values, codes.shape))
@@ -371,7 +371,7 @@ def decode_sum(
             words_ptr += peer_words
             scales_ptr += peer_words
             codes, scales = _load_codes(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED)
-            # The product is exact ([Note: Exact products] in reference.py), so an fma has the bits of product and sum.
+            # The product is exact ([Note: Exact products] in reference.py), so an fma equals a product and a sum.
             total = tl.fma(codes, scales, total)
     else:
         for _ in range(1, PEERS):
@@ -384,7 +384,7 @@ def decode_sum(
 
 # ---- error tiles
 #
-# Part of the Triton kernels that quantizes one tile with error feedback, and updates its errors.
+# This part of the Triton kernels quantizes one tile with error feedback, and updates the tile's errors.
 #
 # Errors can be updated in place: a written value depends, through the block's maximum, on all values of the block, so
 # all threads read their parts of a block before any thread writes to it.
