@@ -190,7 +190,7 @@ class Extent:
         return flat
 
     def cut(self, flat: Tensor) -> Tensor:
-        """Return the extent's values from whole chunks of the layout, with zeros past a chunk's end."""
+        """Return the extent's values from whole chunks of the layout, with zeros where the extent goes past them."""
         if self.is_whole:
             return flat
         values = flat.new_zeros(self.chunks, self.numel)
@@ -361,7 +361,7 @@ def _padded(indices: Tensor, length: int) -> Tensor:
 
 
 class Sharded:
-    """Parameters of a unit as FSDP has sharded them. Adapters derive from this class, which has none itself.
+    """Parameters of a unit as FSDP has sharded them; adapters derive from this base class, which has none.
 
     Each call looks up everything again: ``load_state_dict(assign=True)``, a move of the model, or FSDP itself may
     replace parameters and shards, and a reference to the old ones would keep their memory.
@@ -390,7 +390,7 @@ class Sharded:
         return ()
 
     def model_parallel_groups(self) -> Sequence[dist.ProcessGroup]:
-        """Return a group per axis of another parallelism; its ranks have copies of parameters not sharded on it."""
+        """Return a group per axis of another parallelism: its ranks have copies of what the axis does not shard."""
         return ()
 
     def is_trained(self) -> bool:

@@ -91,14 +91,14 @@ class Waitable(Protocol):
 
 
 class AllGathers:
-    """All-gathers that start together; ranks of a group must add the same all-gathers, in order."""
+    """All-gathers that start together; ranks of a group must add the same all-gathers in the same order."""
 
     def __init__(self) -> None:
         self._of_groups: dict[tuple[dist.ProcessGroup, torch.dtype], _OfGroup] = {}
 
     def add(self, out: Tensor, own: Tensor, group: dist.ProcessGroup) -> Waitable:
         """Add an all-gather of ``own`` into ``out``; both must stay untouched until the result has been waited for."""
-        # One entry per dtype: gloo would convert tensors of several dtypes to a common dtype.
+        # One entry per dtype: gloo concatenates an entry's tensors, which would convert them to a common dtype.
         of_group = self._of_groups.setdefault((group, own.dtype), _OfGroup(group))
         of_group.tensors.append((out, own))
         return of_group
@@ -212,7 +212,7 @@ class Hop:
         return received
 
     def reduce_scatter(self, values: Tensor, out: Tensor, label: str) -> None:
-        """Reduce by torch's own reduce-scatter into ``out``; :class:`Traffic` counts none of torch's collectives."""
+        """Reduce by torch's own reduce-scatter into ``out``; unlike the methods above, this counts no bytes."""
         with labelled("reduce_scatter", label, self.level):
             _reduce_scatter_single()(out, values, group=self.group)
 

@@ -49,7 +49,7 @@ class ShardVersion:
         self._moves = 0
 
     def of(self, memory: Sequence[Tensor], counted: Sequence[Tensor]) -> Hashable:
-        """Return the version of ``memory``, the tensors to gather; ``counted`` count the writes to them."""
+        """Return the version of ``memory``, the tensors to gather; writes to them raise ``_version`` in ``counted``."""
         if self.of_contents:
             # The values of DTensors are in ``memory`` already; those of other subclasses are not.
             others = (each for each in counted if not isinstance(each, DTensor) and hasattr(each, "__tensor_flatten__"))
@@ -100,7 +100,7 @@ class CheckpointedShard(TypedDict):
 #
 # [Note: Staleness]
 # A kept secondary shard is stale once the weights have changed. Ranks that disagree on staleness would enter different
-# collectives and hang, so only events that all ranks share make a shard stale (``mark_stale``). A comparison of shards
+# collectives and hang, so only events that all ranks share make a shard stale (``mark_stale``). A look at the shard
 # never does: a rank whose shard is all padding sees no write. The shard's ``version`` is only a check: if it differs
 # from the version that was encoded, something wrote to the weights without an event, and the gather raises rather than
 # compute with old weights. That error is local: ranks that saw no write wait for this rank until their process group's
@@ -298,7 +298,7 @@ class SecondaryShard:
         """Declare that the weights have changed, on every rank; after a step, the next gather may send a delta."""
         if not by_step or not self.sends_deltas:
             self.base = None
-        elif self._payload is not None:  # else nothing was sent since the last change: receivers hold the old base
+        elif self._payload is not None:  # else nothing was sent since the last change: receivers hold the same base
             self.base = self._payload
         self._payload, self.encoded_by, self.stale = None, None, True
         if logger.isEnabledFor(logging.DEBUG):
@@ -505,7 +505,7 @@ LEAST_NBYTES = 2**20
 
 MOST_NBYTES = 2**24
 """The most bytes that a rank sends for a chunk of several units, to all other nodes together: 16 MiB take 1.3 ms at 100
-Gb/s a GPU. Each other node gets the whole payload. The full-precision values take 4 to 8 times that while encoded."""
+Gb/s a GPU. Each other node gets the whole payload. While being encoded, its values take 4 to 8 times that."""
 
 
 class SecondaryShardPrefetcher:

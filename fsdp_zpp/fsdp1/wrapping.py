@@ -254,7 +254,7 @@ def shared_error(shared: Shared, wrapped: nn.Module) -> ValueError:
 
 
 def hold_flattened(instance: FullyShardedDataParallel, arguments: dict[str, Any], before: Sites) -> None:
-    """Mark the parameters that ``instance`` has flattened; raise a ValueError if another unit has one.
+    """Mark the parameters that ``instance`` has flattened; raise a ValueError if a nested instance has one, too.
 
     ``before`` has the wrapped module's parameters and their names, as they were before construction.
     """
@@ -375,7 +375,7 @@ def _check_agreement(
     nested = {p for unit in units for p in unit.parameters()}
     own = [(name, p) for name, p in module.named_parameters() if p not in ignored and p not in nested]
     shared = UNITS.find_shared([module], ignored)
-    if shared is not None:  # before the facts: the parameter's shards differ in size
+    if shared is not None:  # before the facts: it is sharded already, and sizes of shards differ
         check_agreement(group, f"FullyShardedDataParallel({model_name(module)})", {"shared": shared.name})
         raise shared_error(shared, module)
     facts = strategy_facts(strategy, group)
@@ -402,7 +402,7 @@ def _check_offload(offload: CPUOffload | None) -> None:
 
 def refuse_local_state_dict(module: FullyShardedDataParallel, *unused: object) -> None:
     """Before ``module`` gives a state dict, raise a ValueError if that would be a local one."""
-    # torch would take a rank in the node's group for a global rank, so that all nodes but one would raise.
+    # torch takes a rank in the node's group for a global rank, as under its HYBRID_SHARD: all nodes but one raise.
     if FullyShardedDataParallel.get_state_dict_type(module).state_dict_type == StateDictType.LOCAL_STATE_DICT:
         raise ValueError(
             "LOCAL_STATE_DICT can't hold weights that are sharded inside nodes (optimizer scope I); use "
@@ -498,7 +498,7 @@ def _construct(construct: Callable[[], None], module: FullyShardedDataParallel, 
     if strategy.overrides:
         check_overrides(module.module, own, strategy, _torch_handle.flattened_sites(module))
     _torch_handle.adopt_handle(module, unit)
-    # A local state dict is loaded into the shard directly, without the writeback that ends other loads.
+    # Other loads end in a writeback, which declares the change; a local state dict is loaded into the shard directly.
     module.register_load_state_dict_post_hook(lambda module, incompatible_keys: unit.weights_loaded())
     if unit.scopes.optimizer == "I":
         module.register_state_dict_pre_hook(refuse_local_state_dict)
@@ -555,7 +555,7 @@ def _name_of(path: str) -> str:
 
 
 def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[FullyShardedDataParallel, object]:
-    """Check that ``state`` reduces over the model's group, make each unit's state, and log the reduction.
+    """Check that ``state`` reduces over the model's group, attach units that count its traffic, and log the reduction.
 
     Returns the state of each instance; an empty dict if ``state`` is another hook's.
     """

@@ -192,7 +192,7 @@ class FSDPStrategy(WholeCheckpoints, LightningFSDPStrategy):
         return self._state_dict_type == "full"
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
-        # An evaluation after a fit passes the original model again: its layers are wrapped by then, the model is not.
+        # An evaluation after a fit passes the original model again: by then its layers are wrapped, but it is not.
         # ``_root.module`` may not be the model: if some parameters are frozen, two FSDP instances wrap the model.
         if isinstance(self._root, FullyShardedDataParallel) and self._in_root is model:
             return self._root

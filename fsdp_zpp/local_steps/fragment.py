@@ -118,7 +118,7 @@ class Fragment:
         return {name: shard for name, shard in self._unit.sharded.named_shards().items() if name in names}
 
     def start(self, *, anew: bool = False) -> None:
-        """Adopt the weights of newly trained parameters (``anew``: of all trained) as agreed; nodes hold the same."""
+        """Adopt as agreed the weights of newly trained parameters (if ``anew``, of all trained), equal on all nodes."""
         new = set(self._unit.sharded.trained_names()) - (frozenset() if anew else self.outer.names)
         if new:
             self.outer.start(self._of(new))
@@ -149,7 +149,7 @@ class Fragment:
         self._changed = set()
 
     def warm_up(self) -> None:
-        """Adopt the changed weights; add to the momentum their changes since the last due exchange."""
+        """Adopt the changed weights; add to the momentum their changes since the fragment was last due."""
         self.outer.adopt(self._of(self._changed), warms_up=True)
         self._changed = set()
 

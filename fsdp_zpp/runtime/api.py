@@ -248,7 +248,7 @@ def invalidate(model: nn.Module) -> None:
     """Declare that the weights of ``model`` have changed; call it on every rank.
 
     These events declare a change by themselves: a backward that synchronizes gradients, a step of a torch optimizer,
-    the optimizer's ``train()`` and ``eval()`` if it has them (schedule-free ones), ``load_state_dict``,
+    the optimizer's ``train()`` and ``eval()`` if it has them (as schedule-free ones do), ``load_state_dict``,
     ``torch.distributed.checkpoint.load`` on all ranks, and ``summon_full_params(writeback=True)``. The first three
     concern only weights that were ever trained or given to an optimizer. After any other write to the weights, call
     this before the next forward, so that the weights are gathered between nodes again. Examples of such writes are

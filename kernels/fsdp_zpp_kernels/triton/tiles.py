@@ -161,7 +161,7 @@ def encode(
     rounder: tl.constexpr = _ROUNDER + (1 << (BITS - 1))
     rounded = steps + rounder
     # Fp32 additions are not reassociated, so adding and subtracting the rounder leaves the rounded code. The product of
-    # code and scale is exact ([Note: Exact products] in reference.py), so an fma gives the same bits as
+    # code and scale is exact ([Note: Exact products] in reference.py), so an fma gives the bits of a separate
     # product and difference. The scale is negated, not the code: with code 0, a value of -0 then stays -0, as in the
     # reference. An all-zero block has scale 0: * -1.0 makes it -0, but Triton's -x is 0 - x and would leave it at 0.
     codes = rounded - rounder
@@ -329,7 +329,7 @@ def add_row(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Return ``values`` plus ``sign`` (1 or -1) times the row's tile, in the shape that ``decode_sum`` returns."""
+    """Return ``values``, a tile in any shape, plus ``sign`` (1 or -1) times the row, in the shape of ``decode_sum``."""
     codes, scales = load_row(row_ptr, numel, zero, BITS, BLOCK, TILE, GROUP, MASKED)
     # The product of code and scale is exact with either sign, so one fma serves, as in ``decode_sum``.
     return tl.fma(codes, sign * scales, tl.reshape(values, codes.shape))
@@ -371,7 +371,7 @@ def decode_sum(
             words_ptr += peer_words
             scales_ptr += peer_words
             codes, scales = _load_codes(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED)
-            # The product is exact ([Note: Exact products] in reference.py), so an fma equals a product and a sum.
+            # The product is exact ([Note: Exact products] in reference.py), so an fma has the bits of product and sum.
             total = tl.fma(codes, scales, total)
     else:
         for _ in range(1, PEERS):
