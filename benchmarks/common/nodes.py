@@ -57,14 +57,18 @@ def start(arguments: argparse.Namespace, work: Callable[[argparse.Namespace], No
 
 
 def pin() -> None:
-    """Keep this rank, and the threads that it will start, on its own share of the cores that it may use."""
+    """Keep this rank, and the threads that it will start, on its own share of the cores that it may use.
+
+    Raises:
+        ValueError: If there are fewer cores than ranks.
+    """
     # Ranks of emulated nodes share one machine.
     local = "" if STARTED_BY in os.environ else "LOCAL_"
     rank, ranks = int(os.environ[f"{local}RANK"]), int(os.environ[f"{local}WORLD_SIZE"])
     cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // ranks
-    if share:
-        os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
+    if not (share := len(cores) // ranks):
+        raise ValueError(f"--pin gives each rank cores of its own, but {ranks} ranks have {len(cores)} cores")
+    os.sched_setaffinity(0, cores[rank * share : (rank + 1) * share])
 
 
 def command() -> list[str]:

@@ -75,8 +75,7 @@ def parse() -> argparse.Namespace:
 def further(
     arguments: argparse.Namespace, task: Task, name: str, training: Training, memory: PeakMemory
 ) -> dict[str, Any]:
-    """Measure what a run may ask for beside steps: communication that is not hidden, the CPU's part, and
-    generation."""
+    """Measure what a run may ask for beside steps: communication that is not hidden, the CPU's part, generation."""
     figures: dict[str, Any] = {}
     if arguments.profile:
         trace = arguments.out / f"{name.replace(':', '-')}.trace.json.gz"
