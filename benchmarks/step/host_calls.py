@@ -127,7 +127,7 @@ class Call:
 
     @cached_property
     def key(self) -> tuple[str, str, bool]:
-        """Return what time in traces with and without stacks is compared by."""
+        """Return the key by which times in traces with and without stacks are compared."""
         if self.is_python:
             return self.parent.key if self.parent is not None else ("", BACKWARD, False)
         return without_unit(self.label), without_unit(self.name), self.is_collective

@@ -279,23 +279,23 @@ class ExactPlaces:
     def __init__(self, indices: Tensor, device: torch.device) -> None:
         self.indices = indices.to(device)
         self.flat, self.tail = self.indices.view(-1), indices.shape[1]
-        self.start, *others = indices[:, 0].tolist()
-        self.shape, self.strides = _as_grid([0, *(start - self.start for start in others)], self.tail)
-        if (indices - indices[:, :1] != torch.arange(self.tail)).any():
-            self.shape, self.strides = tuple(indices.shape), None
+        self.start = int(indices[0, 0])
+        self.shape, self.strides = _as_view(indices - self.start)
 
     @cached_property
     def key(self) -> Hashable:
         return tuple(self.flat.tolist())
 
 
-def _as_grid(offsets: list[int], tail: int) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
-    """Return shape and strides of a row-major grid of rows at ``offsets``; strides are None if these form no grid."""
-    rows, step = len(offsets), max(offsets[:2])
-    inner = next((place for place in range(rows) if offsets[place] != place * step), rows)
+def _as_view(indices: Tensor) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """Return shape and strides of the view that reaches ``indices``, a grid of rows; no strides if none does."""
+    rows, tail = indices.shape
+    offsets = indices[:, 0].tolist()
+    step = max(offsets[:2])
+    inner = next((row for row in range(rows) if offsets[row] != row * step), rows)
     stride = max([0, *offsets[inner : inner + 1]])
-    grid = [row // inner * stride + row % inner * step for row in range(rows)]
-    if rows % inner or grid != offsets:
+    grid = torch.tensor([row // inner * stride + row % inner * step for row in range(rows)])
+    if rows % inner or not torch.equal(indices, grid[:, None] + torch.arange(tail)):
         return (rows, tail), None
     return (rows // inner, inner, tail), (stride, step, 1)
 

@@ -205,7 +205,7 @@ class StrategyHandle(FlatParamHandle):
             self.gradients.used.clear()
 
     def drop_cleared_gradients(self) -> None:
-        """Drop the flat gradient if all original gradients are None: a move would take it along and show it again."""
+        """Drop the flat gradient if all original gradients are None: a move would take it along."""
         self._reset_flat_param_grad_info_if_needed()
 
     # ---- ShardSource: reads of the shard before FSDP gathers
