@@ -26,6 +26,8 @@ def parse(given: list[str]) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--keep-weights", action="store_true", help="at the end of each run, beside its result")
+    help_ = "share of the steps, the last ones, that FULL_SHARD repeats from the state before them"
+    parser.add_argument("--exact-end", type=float, default=0.0, help=help_)
     add_options(parser, Path("runs/convergence"))
     return parse_configs(parser, NAMES, given)
 
@@ -44,4 +46,4 @@ def main(given: list[str]) -> None:
         return [Run(name, seed, settings, name) for name in arguments.configs for seed in arguments.seeds]
 
     keep = arguments.output if arguments.keep_weights else None
-    carry_out(arguments, runs, report, partial(train_under_fsdp1, keep=keep))
+    carry_out(arguments, runs, report, partial(train_under_fsdp1, keep=keep, exact_end=arguments.exact_end))

@@ -29,6 +29,7 @@ from loopback import on_ranks
 from manifest import manifest
 from nodes import add_layout, join, run_on_emulated_nodes
 from result_files import Result, Row, finished
+from torch.distributed.fsdp import ShardingStrategy
 from training import Corpus, Settings, load_corpus, train, under_fsdp1
 
 from fsdp_zpp.bench.results import write
@@ -118,7 +119,9 @@ def settings_of(arguments: argparse.Namespace, sha256: str, kind: type[Settings]
     return kind(**given | {"text": sha256} | others)
 
 
-def train_under_fsdp1(run: Run, corpus: Corpus, device: torch.device, keep: Path | None = None) -> Row:
+def train_under_fsdp1(
+    run: Run, corpus: Corpus, device: torch.device, keep: Path | None = None, exact_end: float = 0.0
+) -> Row:
     """Train with AdamW under ``FullyShardedDataParallel``, as the run's configuration says. Collective.
 
     Args:
@@ -126,10 +129,14 @@ def train_under_fsdp1(run: Run, corpus: Corpus, device: torch.device, keep: Path
         corpus: Text on ``device``.
         device: This rank's device.
         keep: Folder for the weights at the end, in a file that :attr:`Run.weights` names.
+        exact_end: Share of the steps, the last ones, that FULL_SHARD repeats from the state before them.
     """
     strategy = sharding(run.name, run.settings.gpus_per_node)
     prepare = partial(under_fsdp1, strategy=strategy, lr=run.settings.lr)
-    return train(run.settings, prepare, run.seed, corpus, device, keep=keep and keep / run.weights)
+    exact = partial(under_fsdp1, strategy=ShardingStrategy.FULL_SHARD, lr=run.settings.lr)
+    repeated = (exact_end, exact) if exact_end else None
+    keep = keep and keep / run.weights
+    return train(run.settings, prepare, run.seed, corpus, device, keep=keep, exact=repeated)
 
 
 def carry_out(

@@ -5,8 +5,10 @@ The bytes are real text: sources and documents, those of the installed Python pa
 
 from __future__ import annotations
 
+import copy
 import gc
 import hashlib
+import itertools
 import math
 import os
 import sys
@@ -213,6 +215,7 @@ def train(
     config: PretrainedConfig | None = None,
     objective: Objective | None = None,
     keep: Path | None = None,
+    exact: tuple[float, Prepare] | None = None,
 ) -> dict[str, Any]:
     """Train once. Collective.
 
@@ -229,11 +232,13 @@ def train(
         config: Configuration of the model; the studies' GPT-2 by default.
         objective: What training minimizes; the cross-entropy by default.
         keep: File for the weights of the shards at the end, if the trainee has ``whole``.
+        exact: A share of the steps, the last ones, which a second trainee repeats from the state before them; for a
+            trainee that has ``whole``, sharded alike.
 
     Returns:
         The losses on all ranks' data, against the tokens trained on, and the time. With local steps, also the loss just
         before units were exchanged once more; with ``whole``, the last validation loss with the weights of the shards,
-        which no code but a cast to bf16 has changed.
+        which no code but a cast to bf16 has changed; with ``exact``, the last validation loss of the second trainee.
     """
     began = time.perf_counter()
     config = gpt2(settings) if config is None else config
@@ -243,26 +248,20 @@ def train(
     model, is_local = trainee.model, trainee.has_local_steps
     # From here on random numbers are for rounding, whose errors must not be the same on all ranks.
     torch.manual_seed(seed * dist.get_world_size() + dist.get_rank())
-    schedules = [LambdaLR(optimizer, learning_rate(settings)) for optimizer in trainee.optimizers]
     order = data_order(settings, seed, corpus.training)
     validation: list[tuple[int, Tensor]] = []
     losses = torch.zeros(settings.steps, device=device)
-    for step in range(settings.steps):
-        if step % settings.validate_every == 0:
-            with agreed(model, is_local and step > 0):
-                validation.append((step, validate(settings, model, corpus.held_out)))
-                note_progress(step, validation[-1][1], began)
-        loss = objective(model, windows(corpus.training, order[step], settings.sequence))
-        loss.backward()
-        losses[step] = loss.detach()
-        trainee.clip(1.0)
-        with trainee.stepping():
-            for optimizer in trainee.optimizers:
-                optimizer.step()
-        for schedule in schedules:
-            schedule.step()
-        for optimizer in trainee.optimizers:
-            optimizer.zero_grad()
+    repeated_from = settings.steps if exact is None else round(settings.steps * (1 - exact[0]))
+    ends = sorted({*range(0, settings.steps, settings.validate_every), repeated_from, settings.steps})
+    for start, end in itertools.pairwise(ends):
+        if start % settings.validate_every == 0:
+            with agreed(model, is_local and start > 0):
+                validation.append((start, validate(settings, model, corpus.held_out)))
+                note_progress(start, validation[-1][1], began)
+        if start == repeated_from:
+            weights = {name: value.clone() for name, value in trainee.whole().items()}
+            states = [copy.deepcopy(optimizer.state_dict()) for optimizer in trainee.optimizers]
+        losses[start:end] = take_steps(settings, trainee, objective, corpus.training, order, range(start, end))
     before_last_exchange = None
     if is_local:
         with agreed(model, True):
@@ -272,26 +271,69 @@ def train(
         validation.append((settings.steps, validate(settings, model, corpus.held_out)))
     at_shards = None
     if trainee.whole is not None:
-        exact, _ = build(config, seed, device)
-        exact.load_state_dict(trainee.whole())
+        whole, _ = build(config, seed, device)
+        whole.load_state_dict(trainee.whole())
         if keep is not None and dist.get_rank() == 0:
             keep.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(exact.state_dict(), keep)
-        at_shards = validate(settings, exact.to(torch.bfloat16), corpus.held_out).item()
+            torch.save(whole.state_dict(), keep)
+        at_shards = validate(settings, whole.to(torch.bfloat16), corpus.held_out).item()
+    exact_end = None
+    if exact is not None:
+        network, _ = build(config, seed, device)
+        network.load_state_dict(weights)
+        second = exact[1](network, device)
+        for optimizer, state in zip(second.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+        take_steps(settings, second, objective, corpus.training, order, range(repeated_from, settings.steps))
+        exact_end = validate(settings, second.model, corpus.held_out).item()
     dist.all_reduce(losses)
     result = {
         "parameters": parameters,
         "validation": [(step * settings.tokens_a_step, loss.item()) for step, loss in validation],
         "at_shards": at_shards,
         "before_last_exchange": before_last_exchange,
+        "exact_end": exact_end,
         "training": [part.mean().item() for part in (losses / dist.get_world_size()).split(settings.validate_every)],
         "seconds": time.perf_counter() - began,
     }
-    del network, model, trainee, schedules, loss
+    del network, model, trainee
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return result
+
+
+def take_steps(
+    settings: Settings, trainee: Trainee, objective: Objective, tokens: Tensor, order: Tensor, steps: range
+) -> Tensor:
+    """Train on the sequences of some steps. Collective.
+
+    Args:
+        settings: Data and schedule.
+        trainee: Model and optimizers, whose state is that after the steps before these.
+        objective: What training minimizes.
+        tokens: Training bytes on the device.
+        order: Starts of this rank's sequences, [all steps, batch].
+        steps: Numbers of the steps.
+
+    Returns:
+        The losses on this rank's data, by step.
+    """
+    schedules = [LambdaLR(optimizer, learning_rate(settings), steps.start - 1) for optimizer in trainee.optimizers]
+    losses = []
+    for step in steps:
+        loss = objective(trainee.model, windows(tokens, order[step], settings.sequence))
+        loss.backward()
+        losses.append(loss.detach())
+        trainee.clip(1.0)
+        with trainee.stepping():
+            for optimizer in trainee.optimizers:
+                optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+        for optimizer in trainee.optimizers:
+            optimizer.zero_grad()
+    return torch.stack(losses)
 
 
 def note_progress(step: int, loss: Tensor, began: float) -> None:

@@ -111,12 +111,14 @@ def test_full_precision_sends_what_full_shard_is_said_to_send(tmp_path: Path) ->
 
 def test_convergence_starts_from_the_same_weights(tmp_path: Path) -> None:
     names = "full_shard,int2,w8:int4+loco"
-    run(4, "convergence", "--worker", *tiny_study(), "--output", tmp_path, "--configs", names)
+    run(4, "convergence", "--worker", *tiny_study(), "--output", tmp_path, "--configs", names, "--exact-end", "0.5")
     results = results_in(tmp_path)
     assert results.keys() == {"full_shard-seed0.json", "int2-seed0.json", "w8-int4+loco-seed0.json"}
     full_shard, int2 = (results[f"{name}-seed0.json"]["rows"][0] for name in ("full_shard", "int2"))
     assert full_shard["validation"][0] == int2["validation"][0]
     assert full_shard["validation"][-1] != int2["validation"][-1]
+    assert full_shard["exact_end"] == full_shard["validation"][-1][1]  # the same steps from the same state
+    assert int2["exact_end"] not in (int2["validation"][-1][1], full_shard["exact_end"])
 
 
 def test_adapters_start_from_the_base_and_its_codes(tmp_path: Path) -> None:
