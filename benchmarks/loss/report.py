@@ -21,6 +21,7 @@ DESIGN = result_pages.ROOT / "docs" / "design"
 ERROR_BARS = "error-bars-*"
 SECOND_TEXT = "second-text-h200"
 EIGHT_NODES = "eight-nodes-h200"
+LARGER = "larger-model-h200"
 ZEROPP = {"w8:int4": "zeropp"}
 DELTAS = {"d4:int4": "zeropp with Int4Delta", "d2:int4": "zeropp with Int2Delta"}
 LOCAL = "local32:int4+loco:momentum-auto"
@@ -28,6 +29,7 @@ SHOWN: dict[str, tuple[str, dict[str, str]]] = {
     ERROR_BARS: ("full_shard", ZEROPP),
     SECOND_TEXT: ("full_shard", DELTAS),
     EIGHT_NODES: ("full_shard", ZEROPP | DELTAS),
+    LARGER: ("full_shard", ZEROPP),
     "convergence-2x1-h200": (
         "full_shard",
         {
@@ -69,6 +71,9 @@ SHOWN: dict[str, tuple[str, dict[str, str]]] = {
 """Studies, each with its reference and with what is said of its configurations that are shown."""
 REPEATS = "repeats-h200"
 """Runs of the reference of ``eight-nodes-h200`` with the same seeds again."""
+REAL_RANKS = "real-ranks-h200"
+"""A run of ``larger-model-h200`` on two GPUs, in place of simulated nodes."""
+EXACT_END = "exact end"
 LLAMA = tuple(f"compare-h200-zeropp-seed{seed}" for seed in range(3))
 HEAD = ("parameters, bytes", "nodes x GPUs", "what is sent", "seeds", "above full precision, %", "by shards, %")
 
@@ -100,16 +105,34 @@ def table() -> str:
         results = results_of(study)
         rows += tables.gap_rows(list(results.values()), shown, reference)
         used |= results
-    again = results_of(REPEATS)
-    renamed = [each | {"rows": [each["rows"][0] | {"name": REPEATS}]} for each in again.values()]
-    once = list(results_of(EIGHT_NODES).values())
-    rows += tables.gap_rows([*once, *renamed], {REPEATS: "eight nodes' full precision, the same seeds again"})
+    again, real = results_of(REPEATS), results_of(REAL_RANKS)
+    once = [*results_of(EIGHT_NODES).values(), *_renamed(again, REPEATS)]
+    rows += tables.gap_rows(once, {REPEATS: "eight nodes' full precision, the same seeds again"})
     above_them = {name: f"{words}, above these" for name, words in (ZEROPP | DELTAS).items()}
-    rows += tables.gap_rows([*once, *renamed], above_them, REPEATS)
-    used |= again
+    rows += tables.gap_rows(once, above_them, REPEATS)
+    larger = results_of(LARGER)
+    (zeropp,) = ZEROPP
+    of_zeropp = {name: result for name, result in larger.items() if result["rows"][0]["name"] == zeropp}
+    beside = [*larger.values(), *_renamed(real, REAL_RANKS), *_renamed(of_zeropp, EXACT_END)]
+    rows += tables.gap_rows(beside, {REAL_RANKS: "zeropp on two GPUs, above the simulated reference"})
+    end = {EXACT_END: "zeropp whose last 5 % of steps are in full precision, above zeropp"}
+    rows += tables.gap_rows(beside, end, zeropp)
+    used |= again | real
     llama = {name: read(RESULTS, "compare-h200")[name] for name in LLAMA}
     rows += tables.compared_rows(list(llama.values()), "zeropp, a Llama, 300 steps")
     return with_origin(markdown(HEAD, rows), "loss", used | llama, brief=True)
+
+
+def _renamed(results: dict[str, Result], name: str) -> list[Result]:
+    """Return one-row results under another name; under that of an exact end, with its loss as the last one."""
+    renamed = []
+    for result in results.values():
+        row = result["rows"][0] | {"name": name}
+        if name == EXACT_END:
+            at, _ = row["validation"][-1]
+            row |= {"validation": [(at, row["exact_end"])], "at_shards": None}
+        renamed.append(result | {"rows": [row]})
+    return renamed
 
 
 def entropy_table() -> str:
