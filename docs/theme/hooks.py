@@ -14,10 +14,11 @@ _COLUMNS = re.compile(r"\S {2,}\S")
 _FIGURE = re.compile(r"<td>(?=[\d.,]+x?(?: to [\d.,]+x?| \([\d.,]+-[\d.,]+\))?</td>)")
 _CODE = re.compile(r"(?<=<code)(?! id=)[^>]*>.*?(?=</code>)", re.DOTALL)
 """Code without an id: search.py gives ids to messages, and reads them from the page."""
-_HYPHENATED = re.compile(r"(?<=>)[^<>]*-[^<>]*(?=<|$)")
-_WORD = re.compile(r"(?<![\w-])(?=\S*\w)-*\w*(?:-\w+)+(?![\w-])")
+_TEXT = re.compile(r"(?<=>)[^<>]+(?=<|$)")
+_WORD = re.compile(r'(?<![\w-])(?=\S*\w)-*\w*(?:-\w+)+(?![\w-])|"?\.\[[\w,-]+\]"?')
+"""Hyphenated words and extras of a package, such as ``".[nf4]"``."""
 _LONGEST = 28
-"""Characters of a hyphenated word that fit into a line of a phone, whatever stands beside them."""
+"""Characters of such a word that fit into a line of a phone, whatever stands beside them."""
 
 
 def on_config(config: Any) -> Any:
@@ -37,12 +38,12 @@ def on_page_content(html: str, **_: Any) -> str:
     """Marks what assets/site.css lays out in another way on narrow screens.
 
     Tables that end in remedies are ``data-stacked``: each row becomes a block. Output in aligned columns is of the
-    class ``columns``: it scrolls, where other code is wrapped. Hyphenated words in code are ``unbroken``, and so are
-    cells that hold a ``figure`` and its spread.
+    class ``columns``: it scrolls, where other code is wrapped. Hyphenated words and extras in code are ``unbroken``,
+    and so are cells that hold a ``figure`` and its spread.
     """
     html = _TABLE.sub("<table data-stacked>", html)
     html = _FIGURE.sub('<td class="figure">', html)
-    html = _CODE.sub(lambda code: _HYPHENATED.sub(lambda text: _WORD.sub(_unbroken, text[0]), code[0]), html)
+    html = _CODE.sub(lambda code: _TEXT.sub(lambda text: _WORD.sub(_unbroken, text[0]), code[0]), html)
     return _OUTPUT.sub(lambda found: "columns " if _COLUMNS.search(found["output"]) else "", html)
 
 
