@@ -38,8 +38,6 @@ SHOWN: dict[str, tuple[str, dict[str, str]]] = {
             "int8": "gradients in int8(128)",
             "int4": "gradients in int4(128)",
             "int4+loco": "gradients in int4(128), LoCo",
-            "int4x2": "gradients in int4(2048) on both hops",
-            "int4x2+loco": "the same, LoCo",
             "int2": "gradients in 2 bits",
             "int2+loco": "the same, LoCo",
         },

@@ -188,24 +188,6 @@ STEP_TIME = {
         below="link",
     ),
     "loco": Comparison({"first": "1.35B-2x2-loco", "second": "1.35B-2x2-loco-and-IIG"}, (STEP, PEAK), below="machine"),
-    "chunks": Comparison(
-        {
-            "shared GPU, 128 KiB": "1.35B-2x1-shared-128KiB-chunks",
-            "shared GPU, 512 KiB": "1.35B-2x1-shared-512KiB-chunks",
-            "own GPUs, 128 KiB": "1.35B-2x2-128KiB-chunks",
-            "own GPUs, 512 KiB": "1.35B-2x2-512KiB-chunks",
-        },
-        (MEDIAN,),
-        DELTAS,
-    ),
-    "connections": Comparison(
-        {
-            "shared GPUs, 8": "1.35B-2x2-shared-default-connections",
-            "shared GPUs, 32": "1.35B-2x2-shared-first",
-        },
-        (MEDIAN,),
-        ("zeropp", *DELTAS, HSDP),
-    ),
 }
 """By the names of the tables in docs/results/step-time-tables.md."""
 NO_NVLINK = {
