@@ -209,8 +209,12 @@ def _is_off(value: object, neutral: Collection[object]) -> bool:
 # ---- arguments
 
 
-def strategy_arguments(config: Mapping[str, object] | str | os.PathLike[str]) -> StrategyArguments:
-    """Return the arguments of the Strategy that ``config`` asks for, without defaults. Log keys that do not affect it.
+def strategy_arguments(
+    config: Mapping[str, object] | str | os.PathLike[str], changes: StrategyArguments
+) -> StrategyArguments:
+    """Return the arguments of the Strategy that ``config`` asks for, with ``changes``, without defaults.
+
+    Log keys that do not affect it.
 
     Raises:
         ValueError: If a key is unknown, can't be honoured, contradicts another one, or is out of range.
@@ -239,6 +243,7 @@ def strategy_arguments(config: Mapping[str, object] | str | os.PathLike[str]) ->
         arguments |= codecs
     elif keys:
         zero.warn(keys, stage, f"write {source_of(arguments | codecs)} to quantize, or remove it")
+    arguments |= changes
     _log(arguments, top, zero)
     return arguments
 
@@ -263,4 +268,7 @@ def _log(arguments: Mapping[str, object], top: _Section, zero: _Section) -> None
     parts = [f"DeepSpeed configuration read as {source_of(arguments)}"]
     parts += [f"not part of a strategy, set these in your script: {', '.join(script)}"] if script else []
     parts += [f"without effect under FSDP: {', '.join(without)}"] if without else []
+    micro_batches = top.values.get("gradient_accumulation_steps")
+    if arguments["levels"] == "IGG" and micro_batches not in (None, 1, "auto"):
+        parts += [f"with {micro_batches} micro-batches, pass levels='IIG': nodes then exchange gradients once a step"]
     logger.info("; ".join(parts))

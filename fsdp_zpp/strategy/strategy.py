@@ -357,18 +357,21 @@ class Strategy:
         return mapping_from_arguments({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
 
     @classmethod
-    def from_deepspeed(cls, config: Mapping[str, object] | str | os.PathLike[str]) -> Strategy:
+    def from_deepspeed(
+        cls, config: Mapping[str, object] | str | os.PathLike[str], **arguments: Unpack[StrategyArguments]
+    ) -> Strategy:
         """Make the strategy of a DeepSpeed configuration; log the keys for settings of your script.
 
         Args:
             config: The configuration, or the path of one in JSON. Keys that do not affect the strategy may be "auto".
+            arguments: Arguments instead of those that the configuration asks for.
 
         Raises:
             ValueError: If a key is unknown, can't be honoured or contradicts another one.
             TypeError: If a value has the wrong type.
             OSError: If the file can't be read.
         """
-        return cls(**strategy_arguments(config))
+        return cls(**strategy_arguments(config, arguments))
 
 
 def check_gpus_per_node(gpus_per_node: int | None) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,18 @@ def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(error, match=message):
             Strategy.from_deepspeed(file)
+
+
+def test_arguments_are_instead_of_those_of_the_file(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fsdp_zpp")
+    config = {"gradient_accumulation_steps": 4, "zero_optimization": ZEROPP}
+    advice = "with 4 micro-batches, pass levels='IIG'"
+    for changes in ({}, {"levels": "IIG", "gpus_per_node": None}, {"weights": None, "gpus_per_node": 2}):
+        caplog.clear()
+        assert Strategy.from_deepspeed(config, **changes) == replace(from_zero(**ZEROPP), **changes)
+        assert (advice in caplog.messages[0]) == ("levels" not in changes)
+    with pytest.raises(TypeError, match="level"):
+        Strategy.from_deepspeed(config, level="IIG")
 
 
 # ---- what is logged
