@@ -261,9 +261,12 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         return [(info.module, *info.shared_modules) for info in infos]
 
     def model_parallel_groups(self) -> list[dist.ProcessGroup]:
+        # torch's mesh of a parameter has data-parallel axes, too, whose ranks this unit shards over.
         sharded: list[Any] = self.parameters()
         meshes = dict.fromkeys(parameter.device_mesh for parameter in sharded)
-        return [group for mesh in meshes if mesh.ndim > 1 for group in mesh.get_all_groups()]
+        groups = (group for mesh in meshes if mesh.ndim > 1 for group in mesh.get_all_groups())
+        own = {*dist.get_process_group_ranks(self.unit.ranks.group)}
+        return [group for group in groups if not own.issuperset(dist.get_process_group_ranks(group))]
 
     def is_trained(self) -> bool:
         return self.weights.is_trained()

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+from fsdp_zpp.comm.agreement import agree
 from fsdp_zpp.comm.hops import Hop, Level, Traffic, hop_over
-from fsdp_zpp.comm.mesh import process_mesh
+from fsdp_zpp.comm.mesh import mesh_on, topology_of
 from fsdp_zpp.names import did_you_mean
 from fsdp_zpp.runtime.links import find_links
 from fsdp_zpp.strategy.error_feedback import Topology
@@ -328,8 +329,9 @@ def measure_bandwidth(
         ValueError: If an argument is out of range, or the layout is not possible.
     """
     nbytes = int(positive("mib", mib) * 2**20)
-    mesh = process_mesh(group, gpus_per_node)
-    topology = mesh.topology
+    # Launched node sizes may differ, so that only some ranks raise.
+    topology = agree(group, lambda: topology_of(group, gpus_per_node), str, "found another layout than")
+    mesh = mesh_on(group, topology)
 
     def gbps(subgroup: dist.ProcessGroup | None, level: Level, senders: int) -> float | None:
         traffic = Traffic()

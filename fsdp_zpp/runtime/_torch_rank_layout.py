@@ -225,10 +225,17 @@ def _read_spmd_mesh(
         read = read_hsdp_mesh(strategy, mesh, dims.replicate_names, dims.shard_names)
     else:
         read = strategy, flattened(mesh, names)
-    if read is None or RankLayout.of(read[0], read[1].get_group()).stock:
+    if read is None or _is_left_to_torch(*read):
         return strategy, mesh
     arguments["dp_mesh_dims"] = replace(dims, shard=names, replicate=None)
     return read
+
+
+def _is_left_to_torch(strategy: Strategy, ranks: DeviceMesh) -> bool:
+    """Return whether torch shards over the 1-D mesh ``ranks`` by itself. Collective."""
+    # Launched node sizes may differ, so that only some ranks raise or leave the mesh to torch.
+    group = ranks.get_group()
+    return agree(group, lambda: RankLayout.of(strategy, group).stock, str, "found another layout than")
 
 
 def names_of_node(mesh: DeviceMesh, names: tuple[str, ...], gpus_per_node: int) -> tuple[str, ...] | None:

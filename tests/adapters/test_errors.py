@@ -26,6 +26,7 @@ from harness.messages import Reply
 from harness.pool import Pool, Pools, device_type, shared_folder
 from harness.training import train
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
@@ -39,6 +40,7 @@ from fsdp_zpp import (
     QuantizedReduceState,
     Strategy,
     exchange_weights,
+    fully_shard,
     gathered_weights,
     invalidate,
     quantize_frozen_params,
@@ -47,6 +49,7 @@ from fsdp_zpp import (
     traffic,
 )
 from fsdp_zpp.frozen._torch_modules import frozen_modules
+from fsdp_zpp.planner.cluster import measure_bandwidth, world
 
 TWO = Strategy("IGG", gpus_per_node=2)
 ALONE = ("first", "last")
@@ -190,6 +193,18 @@ def launched_otherwise(adapter: Adapter, differs: bool) -> None:
         adapter.wrap(models.make_net(), Strategy("IGG"))
 
 
+def measured_on(nodes: str) -> None:
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": nodes}):
+        measure_bandwidth(world())
+
+
+def sharded_on_spmd_mesh(nodes: str) -> None:
+    mesh = init_device_mesh(device_type(), (4, 1), mesh_dim_names=("dp", "tp"))
+    dims = fsdp.DataParallelMeshDims(shard="dp")
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": nodes}):
+        fully_shard(models.make_net(), strategy=Strategy.zeropp(), mesh=mesh, dp_mesh_dims=dims)
+
+
 def no_root(adapter: Adapter, differs: bool) -> None:
     net = models.make_net()
     for i, block in enumerate(net.blocks):
@@ -259,10 +274,18 @@ def differences(adapter: Adapter) -> dict[str, Mistake]:
     def base(arguments: Any) -> None:
         quantize_frozen_params(lora.make_net(), **arguments)
 
+    def uneven(call: Callable[[str], None]) -> Mistake:
+        """The layout is possible on the others; on the last rank, whose nodes are of three, it is not."""
+        said = "the ranks [0, 1, 2, 3] are not spread over nodes of 3"
+        return Mistake(lambda differs: call("3" if differs else "2"), said, None, by=("last",))
+
     nodes = "gpus_per_node: 2 on ranks 0-2, {} on rank 3"
-    return {
+    takes_dims = isinstance(adapter, Fsdp2) and hasattr(fsdp, "DataParallelMeshDims")
+    on_spmd_mesh = {"launcher, SPMD mesh": uneven(sharded_on_spmd_mesh)} if takes_dims else {}
+    return on_spmd_mesh | {
         "scopes": given(wrapped, TWO, Strategy("GGG", gpus_per_node=2), "levels: IGG on ranks 0-2, GGG on rank 3"),
         "impossible node size": given(wrapped, TWO, Strategy("IGG", gpus_per_node=3), nodes.format(3)),
+        "launcher, measured": uneven(measured_on),
         "launcher": done(launched_otherwise, nodes.format(4)),
         "precision": given(
             lambda dtype: adapter.wrap(models.make_net(), TWO, **precision(dtype)),

@@ -37,6 +37,7 @@ from fsdp_zpp import (
     fully_shard,
     traffic,
 )
+from fsdp_zpp.runtime.unit import named_units
 
 
 @cache
@@ -71,6 +72,8 @@ def copies_that_differ(trained_net: Trained) -> dict[str, float]:
 def outcome(adapter: Adapter, strategy: Strategy) -> tuple[float, dict[str, float]]:
     """In a worker: how far trained weights are from those of a training on one rank, and copies from each other."""
     net = trained(adapter, strategy)
+    axes = {axis for unit in named_units(net.model) for axis in unit.sharded.model_parallel_groups()}
+    assert axes == {net.mesh["tp"].get_group()}
     distances = []
     for name, value in get_model_state_dict(net.model).items():
         while isinstance(value, DTensor):  # sharded along one dimension of the mesh, and that along another one
@@ -157,6 +160,8 @@ def stock_weights() -> Tensor:
 def outcome_on_mesh(strategy: Strategy, dims: dict[str, Any]) -> tuple[float, bool]:
     """In a worker: how far weights are from stock's, and whether they are others than those of rank 0."""
     net = trained_on_mesh(partial(fully_shard, strategy=strategy), clip_grad_norm_, dims)
+    axes = {axis for unit in named_units(net) for axis in unit.sharded.model_parallel_groups()}
+    assert axes == {mesh_of_three()["tp"].get_group()}
     if strategy.local_steps is None:
         assert traffic(net)["reduce"]["inter"] > 0
         assert strategy.optimizer == "G" or traffic(net)["gather"]["inter"] == 0
