@@ -146,6 +146,12 @@ SavedState = ErrorFeedbackState | SecondaryShard | Fragment | OptimizerState
 _SAVED_WITH = "saved_with"
 """In the saved state of each part of a unit: the key of the checksums of the unit's weights."""
 
+_NOT_OURS = (
+    ", so it was saved by another version of fsdp_zpp, or changed; leave it out of what you load: errors then start from "
+    "zero, weights are sent whole once, and local steps start over"
+)
+"""The end of an error about codec state that this version can't read."""
+
 
 class RankState:
     """Codec state of several units on this rank.
@@ -184,7 +190,8 @@ class RankState:
         """Continue from the result of ``state_dict``; if it was saved on another layout, start over and warn.
 
         Raises:
-            ValueError: If it was saved for other units, or under another configuration of error feedback.
+            ValueError: If it was saved for other units, under another configuration of error feedback, or by another
+                version of fsdp_zpp.
         """
         if not self._parts:
             saved_on = state.get("layout", "")
@@ -215,9 +222,16 @@ class RankState:
             )
         # Read all parts before the first is loaded: a part that can't be read then leaves this rank's state as it is.
         loaded = {name: torch.load(io.BytesIO(state[self._prefix + name]), weights_only=True) for name in self._parts}
+        if without := [name for name in self._units if _SAVED_WITH not in loaded[name]]:
+            raise ValueError(f"the codec state for {without} has no checksums of the weights it goes with{_NOT_OURS}")
         self._forget_loaded()
-        for name, part in self._parts.items():
-            part.load_state_dict(loaded[name])
+        try:
+            for name, part in self._parts.items():
+                part.load_state_dict(loaded[name])
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"the codec state for {name!r} lacks an entry, or has another one: {error}{_NOT_OURS}"
+            ) from error
         saved_with = {unit: loaded[name][_SAVED_WITH] for name, unit in self._units.items()}
         if saved_with:
             LoadedState(saved_with, self._modules, self._drop)
