@@ -16,7 +16,7 @@ from pathlib import Path
 from configurations import NAMES
 from jobs import Run, add_options, carry_out, parse_configs, parser_of, settings_of, train_under_fsdp1
 from markdown_tables import aligned
-from result_files import Result
+from result_files import Result, Row
 from tables import convergence
 from training import Settings
 
@@ -38,12 +38,17 @@ def report(_: Path, results: list[Result], settings: Settings) -> None:
 
 
 def main(given: list[str]) -> None:
-    """Train and report, or be one rank of a job."""
+    """Train and report, or be one rank of a job; finished runs that lack what is asked for are repeated."""
     arguments = parse(given)
 
     def runs(sha256: str) -> list[Run]:
         settings = settings_of(arguments, sha256)
         return [Run(name, seed, settings, name) for name in arguments.configs for seed in arguments.seeds]
 
+    def lacks(run: Run, row: Row) -> bool:
+        without_weights = arguments.keep_weights and not (arguments.output / run.weights).exists()
+        return without_weights or (bool(arguments.exact_end) and row.get("exact_end") is None)
+
     keep = arguments.output if arguments.keep_weights else None
-    carry_out(arguments, runs, report, partial(train_under_fsdp1, keep=keep, exact_end=arguments.exact_end))
+    train_run = partial(train_under_fsdp1, keep=keep, exact_end=arguments.exact_end)
+    carry_out(arguments, runs, report, train_run, lacks)

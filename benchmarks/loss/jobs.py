@@ -44,12 +44,14 @@ class Run:
         seed: Seed of the weights and the order of the data.
         settings: Settings that it has in common with the runs that it is compared with.
         label: Text that sets it apart from all others of the study with its seed.
+        base: SHA-256 of the weights that it starts from; empty if its seed tells them.
     """
 
     name: str
     seed: int
     settings: Settings
     label: str
+    base: str = ""
 
     @property
     def file(self) -> str:
@@ -144,26 +146,32 @@ def carry_out(
     runs_on: Callable[[str], list[Run]],
     report: Callable[[Path, list[Result], Settings], None],
     train_run: Callable[[Run, Corpus, torch.device], Row] = train_under_fsdp1,
+    lacks: Callable[[Run, Row], bool] = lambda run, row: False,
 ) -> None:
     """Train the runs that are not there yet and report, or, with ``--worker``, be a rank of a job. Exits.
+
+    Exits with an error if a finished run started from another base.
 
     Args:
         arguments: The command line.
         runs_on: Returns all runs on the text of an SHA-256, the most important first.
         report: Reports results in a folder that have these settings.
         train_run: Trains a run and returns its figures.
+        lacks: Returns whether a finished run, which has these figures, lacks something and is to be repeated.
     """
     corpus = load_corpus(arguments.text)
     runs = runs_on(corpus.sha256)
+    _trained(arguments.output, runs, lacks)  # which exits before anything is trained
+    work = partial(_work, arguments.output, lacks)
     if arguments.worker:
         # The share of a job does not depend on finished runs, since jobs look at different times.
         mine = runs if arguments.job is None else runs[arguments.job :: arguments.jobs]
         if arguments.simulate:
             device = torch.device(arguments.device)
-            on_ranks(arguments.nodes, arguments.gpus_per_node, _work, arguments.output, mine, corpus, device, train_run)
+            on_ranks(arguments.nodes, arguments.gpus_per_node, work, mine, corpus, device, train_run)
             return
         device = join(arguments.device)
-        _work(arguments.output, mine, corpus, device, train_run)
+        work(mine, corpus, device, train_run)
         dist.destroy_process_group()
         return
     succeeded = _run_jobs(arguments, min(arguments.jobs, len(runs)), corpus)
@@ -198,23 +206,40 @@ def _run_jobs(arguments: argparse.Namespace, jobs: int, corpus: Corpus) -> bool:
         return all(pool.map(job, range(jobs)))
 
 
+def _trained(output: Path, runs: list[Run], lacks: Callable[[Run, Row], bool]) -> list[Run]:
+    """Return the finished ``runs`` that lack nothing; see :func:`carry_out`."""
+    rows = [(result["arguments"], row) for result in finished(output).values() for row in result["rows"]]
+    trained = []
+    for run in runs:
+        of_run = (run.name, run.seed, asdict(run.settings))
+        found = [row for arguments, row in rows if (row["name"], row["seed"], arguments) == of_run]
+        if any(row.get("base", "") != run.base for row in found):
+            sys.exit(f"{output / run.file} is of a run that started from another base; use another --output")
+        if found and not any(lacks(run, row) for row in found):
+            trained.append(run)
+    return trained
+
+
 def _work(
     output: Path,
+    lacks: Callable[[Run, Row], bool],
     runs: list[Run],
     corpus: Corpus,
     device: torch.device,
     train_run: Callable[[Run, Corpus, torch.device], Row],
 ) -> None:
     """Train the runs that are not there yet, as one rank of a job; rank 0 writes."""
-    results = finished(output).values()
-    trained = [(row["name"], row["seed"], result["arguments"]) for result in results for row in result["rows"]]
+    trained = _trained(output, runs, lacks)
     # All ranks must have looked before the first run is written.
     dist.barrier()
     on_device = corpus.to(device)
     for run in runs:
-        if (run.name, run.seed, asdict(run.settings)) in trained:
+        if run in trained:
             continue
-        row = {"name": run.name, "seed": run.seed, **train_run(run, on_device, device)}
+        if dist.get_rank() == 0:
+            (output / run.weights).unlink(missing_ok=True)  # of an earlier run with other settings
+        of_base = {"base": run.base} if run.base else {}
+        row = {"name": run.name, "seed": run.seed, **of_base, **train_run(run, on_device, device)}
         if dist.get_rank() == 0:
             # The command without the options that a job adds.
             made_by = manifest(["python", *sys.argv[: sys.argv.index("--worker")]])

@@ -5,14 +5,16 @@
 
 The base of a seed is what ``convergence`` has trained with it, with the same model. ``bf16`` is torch's FULL_SHARD, the
 others are the recommended strategy for a quantized base (examples/finetune_lora.py), wrapped by layer. All have the
-same data for a seed, and the same initial adapters, which a quantized base rounds to bf16. Use another ``--output`` for
-another base. jobs.py says how runs are made; each finished run is a file in ``--output``. At the end comes a table of
+same data for a seed, and the same initial adapters, which a quantized base rounds to bf16. Another base needs another
+``--output``. jobs.py says how runs are made; each finished run is a file in ``--output``. At the end comes a table of
 all runs there.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -84,6 +86,14 @@ def parse(given: list[str]) -> argparse.Namespace:
     return parse_configs(parser, FROZEN, given)
 
 
+def sha256_of(base: Path) -> str:
+    """Return the SHA-256 of a base's weights; exit if they were not kept."""
+    if not base.exists():
+        sys.exit(f"there is no {base}; train the base with convergence --configs {REFERENCE} --keep-weights")
+    with base.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def report(_: Path, results: list[Result], settings: Settings) -> None:
     """Print a table of the runs with these settings."""
     shown = [result for result in results if result["arguments"] == asdict(settings)]
@@ -96,12 +106,15 @@ def main(given: list[str]) -> None:
 
     def runs(sha256: str) -> list[Run]:
         settings = settings_of(arguments, sha256, LoraSettings)
-        return [Run(name, seed, settings, name) for seed in arguments.seeds for name in arguments.configs]
+        made = [Run(name, seed, settings, name) for seed in arguments.seeds for name in arguments.configs]
+        return [replace(run, base=sha256_of(base_of(run))) for run in made]
+
+    def base_of(run: Run) -> Path:
+        return Path(arguments.base, replace(run, label=REFERENCE).weights)
 
     def train_run(run: Run, corpus: Corpus, device: torch.device) -> Row:
         assert isinstance(run.settings, LoraSettings)
-        base = arguments.base / replace(run, label=REFERENCE).weights
-        prepare = partial(adapted, settings=run.settings, name=run.name, base=base, seed=run.seed)
+        prepare = partial(adapted, settings=run.settings, name=run.name, base=base_of(run), seed=run.seed)
         return train(run.settings, prepare, run.seed, corpus, device)
 
     carry_out(arguments, runs, report, train_run)

@@ -147,8 +147,8 @@ _SAVED_WITH = "saved_with"
 """In the saved state of each part of a unit: the key of the checksums of the unit's weights."""
 
 _NOT_OURS = (
-    ", so it was saved by another version of fsdp_zpp, or changed; leave it out of what you load: errors then start from "
-    "zero, weights are sent whole once, and local steps start over"
+    ", so it was saved by another version of fsdp_zpp, or changed; leave it out of what you load: errors then start "
+    "from zero, weights are sent whole once, and local steps start over"
 )
 """The end of an error about codec state that this version can't read."""
 

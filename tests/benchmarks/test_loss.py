@@ -122,12 +122,18 @@ def test_convergence_starts_from_the_same_weights(tmp_path: Path) -> None:
 
 
 def test_adapters_start_from_the_base_and_its_codes(tmp_path: Path) -> None:
-    layout = ["--simulate", "--nodes", "2", "--gpus-per-node", "1", "--job", "0", "--jobs", "1"]
-    for study, *options in (
-        ("convergence", "--configs", "full_shard", "--keep-weights", "--output", tmp_path / "base"),
-        ("lora", "--base", tmp_path / "base", "--output", tmp_path / "lora"),
-    ):
-        run(1, study, "--worker", *layout, *tiny_study(), "--hidden", "128", *options)
+    layout = ["--worker", "--simulate", "--nodes", "2", "--gpus-per-node", "1", "--job", "0", "--jobs", "1"]
+    layout += [*tiny_study(), "--hidden", "128"]
+    train_base = ["convergence", *layout, "--configs", "full_shard", "--output"]
+    for options in ([], ["--keep-weights"]):  # the finished run is repeated for its weights
+        run(1, *train_base, str(tmp_path / "base"), *options)
+    run(1, *train_base, str(tmp_path / "other"), "--keep-weights", "--lr", "1e-4")
+    run(1, "lora", *layout, "--base", str(tmp_path / "base"), "--output", str(tmp_path / "lora"))
+    for base, message in (("other", "started from another base; use another --output"), ("none", "--keep-weights")):
+        where = ["--base", str(tmp_path / base), "--output", str(tmp_path / "lora")]
+        refused = launch(1, "benchmarks/loss/run.py", "lora", *layout, *where, on_cpu=True)
+        assert refused.returncode == 1
+        assert message in refused.stderr
     (base,) = results_in(tmp_path / "base").values()
     rows = {result["rows"][0]["name"]: result["rows"][0] for result in results_in(tmp_path / "lora").values()}
     # Adapters add nothing yet.
