@@ -378,6 +378,7 @@ def refused(kind: str) -> str:
         "FSDP1": {"fsdp_version": 1},
         "rank 0": {"cpu_ram_efficient_loading": True},
         "recomputed": {"activation_checkpointing": True},
+        "recomputed twice": {"activation_checkpointing": True},
     }.get(kind, {})
     sizes = {
         "sp": {"dp_shard_size": 2, "sp_size": 2},
@@ -400,6 +401,8 @@ def refused(kind: str) -> str:
 
 def _prepare_wrongly(accelerator: Accelerator, kind: str) -> None:
     model: nn.Module = nn.Sequential(nn.Linear(4, 4)) if kind == "recomputed" else llama.make_base()
+    if kind == "recomputed twice":
+        model.gradient_checkpointing_enable()
     if kind == "sharded":
         fully_shard(model)
     if kind == "unsharded":
@@ -422,6 +425,7 @@ def _prepare_wrongly(accelerator: Accelerator, kind: str) -> None:
         ("FSDP1", "a strategy needs fsdp_version=2, and the plugin says 1"),
         ("rank 0", "cpu_ram_efficient_loading=True loads the weights on rank 0 alone"),
         ("recomputed", "it wraps none of this Sequential: name its layers"),
+        ("recomputed twice", "recompute themselves already: leave out one of the two"),
         ("sharded", "was sharded by torch's fully_shard before"),
         ("unsharded", "a forward leaves the root unsharded"),
         ("both", "the optimizer has parameters of 2 models"),

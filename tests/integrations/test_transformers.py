@@ -214,14 +214,19 @@ def refused(folder: str, kind: str) -> str:
         "batch": {"auto_find_batch_size": True},
         "only": {"save_only_model": True},
         "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
+        "recomputed twice": {
+            "gradient_checkpointing": True,
+            "fsdp": True,
+            "fsdp_config": {"activation_checkpointing": True},
+        },
         "adapters": FULL | {"save_strategy": "steps", "save_steps": 2},
     }.get(kind, {})
     is_old = patch("fsdp_zpp.integrations._common.version", lambda name: "1.14.0")
     with new_job(), is_old if kind == "adapters" else nullcontext():
-        trainer = make_trainer(folder, make_model("lora" if kind == "adapters" else "whole"), **options)
         try:
+            trainer = make_trainer(folder, make_model("lora" if kind == "adapters" else "whole"), **options)
             use_strategy(trainer, PLAIN)
-            use_strategy(trainer, PLAIN)
+            trainer.train() if kind == "recomputed twice" else use_strategy(trainer, PLAIN)
         except (ImportError, ValueError) as error:
             return str(error)
         return ""
@@ -234,6 +239,7 @@ def refused(folder: str, kind: str) -> str:
         ("batch", "choose per_device_train_batch_size"),
         ("only", "training can't resume from it"),
         ("compiled", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=true"),
+        ("recomputed twice", "activation_checkpointing"),
         ("adapters", "needs accelerate 1.15 or later for checkpoints of adapters with FULL_STATE_DICT"),
     ],
 )
