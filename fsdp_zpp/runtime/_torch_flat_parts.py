@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._common_utils import _is_fsdp_flattened, clean_tensor_name
 from torch.distributed.fsdp._flat_param import FlatParameter, FlatParamHandle
 from torch.distributed.fsdp._runtime_utils import _get_orig_buffer_dtypes
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
+from fsdp_zpp.comm.agreement import plain_parts
+from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.comm.mesh import ProcessMesh
 
 # ---- weights that ``dcp.load`` has written in place
@@ -32,6 +37,8 @@ from fsdp_zpp.comm.mesh import ProcessMesh
 class Listener(Protocol):
     """A unit whose weights a load may have written."""
 
+    sharded: Sharded
+
     @property
     def ranks(self) -> ProcessMesh: ...
 
@@ -42,8 +49,8 @@ _listeners: WeakSet[Listener] = WeakSet()
 
 
 def hear_of_loads(unit: Listener) -> None:
-    """Call ``unit.weights_loaded()`` after each load by all of its ranks, for as long as the unit exists."""
-    # Every load counts: a rank that holds nothing of a unit could not tell whether a load writes to the unit.
+    """Call ``unit.weights_loaded()`` after each load into its weights by all of its ranks, while the unit exists."""
+    # All ranks decide alike: they load the same keys, and even the shard of a rank that holds no values has a storage.
     _intercept_loads()
     _listeners.add(unit)
 
@@ -55,11 +62,12 @@ def _intercept_loads() -> None:
 
     @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs).arguments
+        into = _storages(tree_leaves(given["state_dict"]))
         try:
             original(*args, **kwargs)
         finally:  # a load that fails may have written, too
-            given = signature.bind(*args, **kwargs).arguments
-            _tell(_loading(given.get("process_group"), alone=bool(given.get("no_dist"))))
+            _tell(_loading(given.get("process_group"), alone=bool(given.get("no_dist"))), into)
 
     state_dict_loader._load_state_dict = load
 
@@ -70,11 +78,20 @@ def _loading(group: dist.ProcessGroup | None, *, alone: bool) -> frozenset[int]:
     return frozenset([dist.get_rank()] if alone else dist.get_process_group_ranks(group))
 
 
-def _tell(loading: frozenset[int]) -> None:
+def _storages(values: Iterable[object]) -> set[int]:
+    """Return the identities of the storages of tensors, and of the shards of tensors."""
+    shards = ([each.tensor for each in v.local_shards()] if isinstance(v, ShardedTensor) else [v] for v in values)
+    parts = (part for shard in chain(*shards) if isinstance(shard, Tensor) for part in plain_parts(shard))
+    # A DTensor's mesh counts as one of its parts.
+    return {part.untyped_storage()._cdata for part in parts if isinstance(part, Tensor) and not part.is_sparse}
+
+
+def _tell(loading: frozenset[int], into: set[int]) -> None:
     # Only loads by all ranks of a unit count: ranks that disagree on what is stale would enter different collectives.
     all_load = functools.cache(lambda mesh: mesh.is_within(loading))
     for unit in list(_listeners):
-        if all_load(unit.ranks):
+        own = (*unit.sharded.shards(), *unit.sharded.parameters())
+        if all_load(unit.ranks) and not into.isdisjoint(_storages(own)):
             unit.weights_loaded()
 
 

@@ -249,9 +249,9 @@ def invalidate(model: nn.Module) -> None:
 
     These events declare a change by themselves: a backward that synchronizes gradients, a step of a torch optimizer,
     the optimizer's ``train()`` and ``eval()`` if it has them (as schedule-free ones do), ``load_state_dict``,
-    ``torch.distributed.checkpoint.load`` on all ranks, and ``summon_full_params(writeback=True)``. The first three
-    concern only weights that were ever trained or given to an optimizer. After any other write to the weights, call
-    this before the next forward, so that the weights are gathered between nodes again. Examples of such writes are
+    ``torch.distributed.checkpoint.load`` into them on all ranks, and ``summon_full_params(writeback=True)``. The first
+    three concern only weights that were ever trained or given to an optimizer. After any other write to the weights,
+    call this before the next forward, so that the weights are gathered between nodes again. Examples of such writes are
     clipping, averaging, ``p.data.copy_()``, ``torch._foreach_*``, fused kernels that are called directly, a teacher's
     moving average, ``eval()`` and ``train()`` of optimizers that are not torch's. Version counters show some of these
     writes, so that the next gather raises a ``StaleSecondaryError``; ``FSDP_ZPP_CHECK=1`` makes it raise after any.

@@ -139,6 +139,10 @@ def load_checkpoint(model: Any, loads: Callable[[dict[str, Any], str], None]) ->
         loads(state, folder)
 
 
+def another() -> Any:
+    return Fsdp2().make(Case(model=(("blocks", 1),)), STRATEGIES["IGG"])
+
+
 def load_by_node(state: dict[str, Any], folder: str) -> None:
     with this_node(1) as node:
         dcp.load(state, checkpoint_id=folder, process_group=node)
@@ -180,6 +184,9 @@ ROWS: dict[str, list[Way]] = {
     ],
     "`dcp.load(get_model_state_dict(model))`, on all ranks": [
         partial(load_checkpoint, loads=lambda state, folder: dcp.load(state, checkpoint_id=folder)),
+    ],
+    "`dcp.load(get_model_state_dict(another))`, on all ranks": [
+        lambda model: load_checkpoint(another(), lambda state, folder: dcp.load(state, checkpoint_id=folder)),
     ],
     "`dcp.load` with `no_dist=True`, or on some ranks": [
         partial(load_checkpoint, loads=lambda state, folder: dcp.load(state, checkpoint_id=folder, no_dist=True)),
@@ -254,7 +261,8 @@ TABLE = """
 | Write | `FullyShardedDataParallel` | `fully_shard` |
 |---|---|---|
 | `model.load_state_dict()`, `set_model_state_dict` | event | event |
-| `dcp.load(get_model_state_dict(model))`, on all ranks | event | event |
+| `dcp.load(get_model_state_dict(model))`, on all ranks | no write | event |
+| `dcp.load(get_model_state_dict(another))`, on all ranks | no write | no write |
 | `dcp.load` with `no_dist=True`, or on some ranks | no write | counted |
 | `optimizer.load_state_dict()` | no write | no write |
 | `p.mul_()`, and to `p.to_local()` | counted | counted |
