@@ -214,7 +214,8 @@ class Hop:
     def reduce_scatter(self, values: Tensor, out: Tensor, label: str) -> None:
         """Reduce by torch's own reduce-scatter into ``out``; unlike the methods above, this counts no bytes."""
         with labelled("reduce_scatter", label, self.level):
-            _reduce_scatter_single()(out, values, group=self.group)
+            reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+            reduce(out, values, group=self.group)
 
     @cached_property
     def _takes_cpu_tensors_only(self) -> bool:
@@ -258,10 +259,6 @@ def all_gather_single() -> Callable[..., object]:
     # torch 2.13 renamed all_gather_into_tensor and deprecated the old name. The name is looked up at each call, so that
     # tools that wrap torch.distributed's functions see our calls, too.
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def _reduce_scatter_single() -> Callable[..., object]:
-    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 # ---- encode and decode

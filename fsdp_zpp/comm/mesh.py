@@ -70,12 +70,9 @@ def compute_device(group: dist.ProcessGroup | None, device: torch.device | str |
 
 def named_ranks(ranks: Collection[int]) -> str:
     """Return ``rank 3`` or ``ranks 0-3, 6``."""
-    return f"rank{'s' * (len(ranks) > 1)} {_runs(ranks)}"
-
-
-def _runs(numbers: Collection[int]) -> str:
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(sorted(numbers)), lambda p: p[1] - p[0])]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(sorted(ranks)), lambda p: p[1] - p[0])]
+    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 # ---- launcher
@@ -146,14 +143,12 @@ def _unequal(nodes: int, on_this_one: int) -> ValueError:
 def _positive(name: str) -> int:
     """Return the positive number in a variable that torchrun sets; 0 if it is not set."""
     value = os.environ.get(name)
-    if value is None:
-        return 0
-    if not value.isdecimal() or int(value) == 0:
+    if value is not None and (not value.isdecimal() or int(value) == 0):
         raise ValueError(
             f"{name}={value!r} in the environment is not a positive number, as torchrun sets it; set it as torchrun "
             "does, or pass gpus_per_node, the number of ranks that share a node"
         )
-    return int(value)
+    return int(value or 0)
 
 
 def _tasks_on_each_node() -> list[int]:

@@ -263,8 +263,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     def model_parallel_groups(self) -> list[dist.ProcessGroup]:
         # torch's mesh of a parameter has data-parallel axes, too, whose ranks this unit shards over.
         sharded: list[Any] = self.parameters()
-        meshes = dict.fromkeys(parameter.device_mesh for parameter in sharded)
-        groups = (group for mesh in meshes if mesh.ndim > 1 for group in mesh.get_all_groups())
+        groups = dict.fromkeys(g for p in sharded if p.device_mesh.ndim > 1 for g in p.device_mesh.get_all_groups())
         own = {*dist.get_process_group_ranks(self.unit.ranks.group)}
         return [group for group in groups if not own.issuperset(dist.get_process_group_ranks(group))]
 
@@ -272,8 +271,10 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         return self.weights.is_trained()
 
     def trained_names(self) -> list[str]:
-        named = zip(self._names(), self.fsdp_params, strict=True)
-        return [name for name, param in named if _shows_trained(param) or param.sharded_param.grad is not None]
+        # The next forward finds these parameters on the modules.
+        shown = (getattr(param._module_info.module, param._module_info.param_name) for param in self.fsdp_params)
+        named = zip(self._names(), shown, self.fsdp_params, strict=True)
+        return [name for name, each, param in named if each.requires_grad or param.sharded_param.grad is not None]
 
     def shards(self) -> list[Tensor]:
         return [param._sharded_param_data for param in self.fsdp_params]
@@ -309,12 +310,6 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     def drop_gradients(self) -> None:
         self.gradients.drop()
-
-
-def _shows_trained(param: FSDPParam) -> bool:
-    """Return whether the parameter that the next forward finds on the module requires a gradient."""
-    shown: nn.Parameter = getattr(param._module_info.module, param._module_info.param_name)
-    return shown.requires_grad
 
 
 # ---- adoption

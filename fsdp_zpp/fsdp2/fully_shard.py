@@ -317,7 +317,9 @@ def _plan(modules: list[nn.Module], strategy: Strategy, call: MeshPart, given: d
         taken = {""}
         for key, part in parts.items():
             if key != (None, first):
-                part.path = _unused(taken, _common_path(part.own))
+                levels = zip(*(name.split(".")[:-1] for name, _ in part.own), strict=False)
+                shared = takewhile(lambda level: len(set(level)) == 1, levels)
+                part.path = _unused(taken, ".".join(level[0] for level in shared))
     return list(parts.values())
 
 
@@ -378,11 +380,6 @@ def _with_nodes(
             f"or out of order; {own_nodes}"
         )
     return replace(strategy, gpus_per_node=size)
-
-
-def _common_path(own: Named) -> str:
-    levels = zip(*(name.split(".")[:-1] for name, _ in own), strict=False)
-    return ".".join(level[0] for level in takewhile(lambda level: len(set(level)) == 1, levels))
 
 
 def _unused(taken: set[str], path: str) -> str:

@@ -183,11 +183,7 @@ def _recompute(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None
             f"of this {type(model).__name__}: name its layers in transformer_cls_names_to_wrap"
         )
     if any(getattr(module, "gradient_checkpointing", False) for layer in chosen for module in layer.modules()):
-        raise ValueError(
-            f"activation_checkpointing=True of the plugin (fsdp_config) recomputes layers of this {type(model).__name__} "
-            "that recompute themselves already: leave out one of the two, as Trainer demands on GPUs, best the "
-            "activation_checkpointing or gradient_checkpointing of TrainingArguments or of the model"
-        )
+        raise ValueError("activation_checkpointing is set in the plugin (fsdp_config) and on the layers: leave one out")
     offloads = getattr(plugin, "activation_checkpointing_offload", False)  # accelerate 1.14 lacks it
     for layer in chosen:
         # A wrapper module would change the names of modules, by which PEFT saves and loads adapters.

@@ -7,7 +7,7 @@ optimizer state's; gradients of several micro-batches accumulate in fp32; codecs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import NamedTuple, Self
@@ -249,11 +249,6 @@ def memory_of_units(size: Units, resolved: ResolvedStrategy, micro_batches: int,
     return total
 
 
-def _two_largest(units: Iterable[Unit], nbytes: Callable[[Unit], int]) -> int:
-    # Two of each size suffice to find the two largest.
-    return sum(sorted(chain.from_iterable([nbytes(unit)] * min(unit.count, 2) for unit in units))[-2:])
-
-
 def _trainable_states(numel: int, strategy: ResolvedStrategy, micro_batches: int, precision: Precision) -> Memory:
     scope, topology = strategy.scopes.optimizer, strategy.topology
     shard = shard_numel(numel, scope, topology)
@@ -315,7 +310,9 @@ def _working_memory(size: Units, strategy: ResolvedStrategy, precision: Precisio
         return trainable * unit.trainable + frozen * unit.frozen
 
     held = sum(unit.count * in_flight(unit) for unit in size.units if not unit.reshard_after_forward)
-    weights = held + _two_largest((unit for unit in size.units if unit.reshard_after_forward), in_flight)
+    # The two largest are in flight. Two of each size suffice to find them.
+    sizes = ([in_flight(unit)] * min(unit.count, 2) for unit in size.units if unit.reshard_after_forward)
+    weights = held + sum(sorted(chain.from_iterable(sizes))[-2:])
     base = 0
     if strategy.frozen is not None:
         base = gathers_of(size, strategy.frozen, strategy).buffers

@@ -235,9 +235,8 @@ def _title(plan: Plan) -> list[str]:
 
 
 def _known_as(estimate: Estimate) -> str:
-    if estimate.torch is not None:
-        return "torch's FSDP"
-    return KNOWN_AS.get(estimate.levels, "") if estimate.candidate.title is None else estimate.levels
+    own = KNOWN_AS.get(estimate.levels, "") if estimate.candidate.title is None else estimate.levels
+    return own if estimate.torch is None else "torch's FSDP"
 
 
 def _codec(codec: object) -> str:

@@ -67,15 +67,9 @@ def _intercept_loads() -> None:
         try:
             original(*args, **kwargs)
         finally:  # a load that fails may have written, too
-            _tell(_loading(given.get("process_group"), alone=bool(given.get("no_dist"))), into)
+            _tell(into, given.get("process_group"), alone=bool(given.get("no_dist")))
 
     state_dict_loader._load_state_dict = load
-
-
-def _loading(group: dist.ProcessGroup | None, *, alone: bool) -> frozenset[int]:
-    if not dist.is_initialized() or dist.get_rank(group) < 0:
-        return frozenset()
-    return frozenset([dist.get_rank()] if alone else dist.get_process_group_ranks(group))
 
 
 def _storages(values: Iterable[object]) -> set[int]:
@@ -86,12 +80,15 @@ def _storages(values: Iterable[object]) -> set[int]:
     return {part.untyped_storage()._cdata for part in parts if isinstance(part, Tensor) and not part.is_sparse}
 
 
-def _tell(loading: frozenset[int], into: set[int]) -> None:
+def _tell(into: set[int], group: dist.ProcessGroup | None, *, alone: bool) -> None:
+    """Tell the units that have one of these storages of a load by this rank ``alone``, or by those of ``group``."""
+    if not dist.is_initialized() or dist.get_rank(group) < 0:
+        return
+    loading = frozenset([dist.get_rank()] if alone else dist.get_process_group_ranks(group))
     # Only loads by all ranks of a unit count: ranks that disagree on what is stale would enter different collectives.
-    all_load = functools.cache(lambda mesh: mesh.is_within(loading))
     for unit in list(_listeners):
         own = (*unit.sharded.shards(), *unit.sharded.parameters())
-        if all_load(unit.ranks) and not into.isdisjoint(_storages(own)):
+        if unit.ranks.is_within(loading) and not into.isdisjoint(_storages(own)):
             unit.weights_loaded()
 
 
@@ -190,7 +187,8 @@ def copy_replaced(handle: FlatParamHandle) -> None:
     # FSDP does this before it gathers. Other code must call this before it reads the shard or makes parameters views of
     # it again.
     flat_param = handle.flat_param
-    if not hasattr(flat_param, "_local_shard") or not _shows_parameters(flat_param):
+    shows_parameters = all(hasattr(module, name) for name, module, _ in flat_param._param_infos)
+    if not hasattr(flat_param, "_local_shard") or not shows_parameters:
         return
     if handle.uses_sharded_strategy:
         copy_replaced_shards(handle)
@@ -206,10 +204,6 @@ def copy_replaced_shards(handle: FlatParamHandle) -> None:
     )
     if may_differ and handle._writeback_orig_params():
         handle._use_sharded_views()  # or FSDP would write back again, which counts as a change of weights
-
-
-def _shows_parameters(flat_param: FlatParameter) -> bool:
-    return all(hasattr(module, name) for name, module, _ in flat_param._param_infos)
 
 
 @torch.no_grad()

@@ -225,17 +225,12 @@ def _read_spmd_mesh(
         read = read_hsdp_mesh(strategy, mesh, dims.replicate_names, dims.shard_names)
     else:
         read = strategy, flattened(mesh, names)
-    if read is None or _is_left_to_torch(*read):
+    group = flattened(mesh, names).get_group()
+    # Launched node sizes may differ, so that only some ranks raise or leave the mesh to torch.
+    if read is None or agree(group, lambda: RankLayout.of(read[0], group).stock, str, "found another layout than"):
         return strategy, mesh
     arguments["dp_mesh_dims"] = replace(dims, shard=names, replicate=None)
     return read
-
-
-def _is_left_to_torch(strategy: Strategy, ranks: DeviceMesh) -> bool:
-    """Return whether torch shards over the 1-D mesh ``ranks`` by itself. Collective."""
-    # Launched node sizes may differ, so that only some ranks raise or leave the mesh to torch.
-    group = ranks.get_group()
-    return agree(group, lambda: RankLayout.of(strategy, group).stock, str, "found another layout than")
 
 
 def names_of_node(mesh: DeviceMesh, names: tuple[str, ...], gpus_per_node: int) -> tuple[str, ...] | None:
@@ -263,8 +258,7 @@ def read_2d_mesh(strategy: Strategy, mesh: DeviceMesh) -> tuple[Strategy, Device
     """Read a mesh of two named dimensions by :func:`read_hsdp_mesh`, as nodes x ranks; None for any other mesh."""
     if mesh.ndim != 2 or mesh.mesh_dim_names is None:
         return None
-    nodes, ranks = mesh.mesh_dim_names
-    return read_hsdp_mesh(strategy, mesh, (nodes,), (ranks,))
+    return read_hsdp_mesh(strategy, mesh, mesh.mesh_dim_names[:1], mesh.mesh_dim_names[1:])
 
 
 def read_hsdp_mesh(

@@ -123,9 +123,7 @@ def _match(present: Checksums, saved: Checksums) -> bool:
 def _cover(numel: int, spans: Iterable[Span]) -> bool:
     reached = 0
     for start, stop in sorted(spans):
-        if start > reached:
-            break
-        reached = max(reached, stop)
+        reached = max(reached, stop) if start <= reached else reached
     return reached >= numel
 
 
@@ -145,12 +143,6 @@ SavedState = ErrorFeedbackState | SecondaryShard | Fragment | OptimizerState
 
 _SAVED_WITH = "saved_with"
 """In the saved state of each part of a unit: the key of the checksums of the unit's weights."""
-
-_NOT_OURS = (
-    ", so it was saved by another version of fsdp_zpp, or changed; leave it out of what you load: errors then start "
-    "from zero, weights are sent whole once, and local steps start over"
-)
-"""The end of an error about codec state that this version can't read."""
 
 
 class RankState:
@@ -222,17 +214,17 @@ class RankState:
             )
         # Read all parts before the first is loaded: a part that can't be read then leaves this rank's state as it is.
         loaded = {name: torch.load(io.BytesIO(state[self._prefix + name]), weights_only=True) for name in self._parts}
-        if without := [name for name in self._units if _SAVED_WITH not in loaded[name]]:
-            raise ValueError(f"the codec state for {without} has no checksums of the weights it goes with{_NOT_OURS}")
-        self._forget_loaded()
         try:
+            saved_with = {unit: loaded[name][_SAVED_WITH] for name, unit in self._units.items()}
+            self._forget_loaded()
             for name, part in self._parts.items():
                 part.load_state_dict(loaded[name])
         except (KeyError, TypeError) as error:
+            lacks = "checksums of its weights" if error.args == (_SAVED_WITH,) else f"entry as expected: {error}"
             raise ValueError(
-                f"the codec state for {name!r} lacks an entry, or has another one: {error}{_NOT_OURS}"
+                f"the codec state has no {lacks}; another version of fsdp_zpp saved it, so leave it out of what you "
+                "load: errors then start from zero, weights are sent whole once, and local steps start over"
             ) from error
-        saved_with = {unit: loaded[name][_SAVED_WITH] for name, unit in self._units.items()}
         if saved_with:
             LoadedState(saved_with, self._modules, self._drop)
 

@@ -333,7 +333,7 @@ def _listen() -> None:
     _call_after(GradScaler, "step", partial(_tell, "scaler_stepped"))
 
 
-def _call_after(owner: type, method: str, hook: Callable[..., None]) -> None:
+def _call_after(owner: type, method: str, hook: Callable[..., object]) -> None:
     """Make a class's method call ``hook(instance, *args, **kwargs)`` before it returns; add each hook once.
 
     A subclass that overrides the method without calling it does not call the hook either.
@@ -367,10 +367,6 @@ def _mode_called(mode: str, optimizer: Optimizer, *args: object, **kwargs: objec
 _MODES = {mode: partial(_mode_called, mode) for mode in ("train", "eval")}
 
 
-def _state_loaded(optimizer: Optimizer, *args: object, **kwargs: object) -> None:
-    vars(optimizer).pop(_MODE, None)  # the loaded state may have been saved in the other mode
-
-
 def _optimizer_given(optimizer: Optimizer, *args: object, **kwargs: object) -> None:
     for parameter in optimizer.param_groups[-1]["params"]:
         setattr(parameter, IN_OPTIMIZER, True)
@@ -382,7 +378,8 @@ def _optimizer_given(optimizer: Optimizer, *args: object, **kwargs: object) -> N
 
 # Added at import: a model is watched from its first forward on, and optimizers are constructed before that.
 _call_after(Optimizer, "add_param_group", _optimizer_given)
-_call_after(Optimizer, "load_state_dict", _state_loaded)
+# The loaded state may have been saved in the other mode.
+_call_after(Optimizer, "load_state_dict", lambda optimizer, *args, **kwargs: vars(optimizer).pop(_MODE, None))
 
 
 # ---- set-up of a model under strategies

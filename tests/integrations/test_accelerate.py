@@ -425,7 +425,7 @@ def _prepare_wrongly(accelerator: Accelerator, kind: str) -> None:
         ("FSDP1", "a strategy needs fsdp_version=2, and the plugin says 1"),
         ("rank 0", "cpu_ram_efficient_loading=True loads the weights on rank 0 alone"),
         ("recomputed", "it wraps none of this Sequential: name its layers"),
-        ("recomputed twice", "recompute themselves already: leave out one of the two"),
+        ("recomputed twice", "in the plugin (fsdp_config) and on the layers: leave one out"),
         ("sharded", "was sharded by torch's fully_shard before"),
         ("unsharded", "a forward leaves the root unsharded"),
         ("both", "the optimizer has parameters of 2 models"),

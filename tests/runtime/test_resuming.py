@@ -344,8 +344,8 @@ def mixed(adapter: Adapter, strategy: Strategy, path: str, codecs_first: bool) -
         resumed_with(adapter, strategy, path, state, codecs_first) for state in (newer, NOTHING, older, on_one_rank)
     )
     for key, said in (
-        (lambda part: "saved_with", "no checksums of the weights"),
-        (lambda part: next(iter(part)), "lacks"),
+        (lambda part: "saved_with", "checksums of its weights"),
+        (lambda part: next(iter(part)), "entry as expected"),
     ):
         with pytest.raises(ValueError, match=f"{said}.*another version of fsdp_zpp.*leave it out of what you load"):
             CodecState(model, optimizer).load_state_dict(lacking(key, older))
