@@ -26,6 +26,7 @@ from hugging_face import offloads
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.precision import FSDPPrecision as LightningFSDPPrecision
+from lightning.pytorch.strategies import FSDPStrategy as LightningFSDPStrategy
 from lightning_ways import ACCELERATOR, STOCK, environment, let_gather, make_strategy, ranks, shard
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -368,6 +369,11 @@ REFUSED: dict[str, Refusal] = {
         lambda: FSDPStrategy(sharding_strategy=Strategy),
         TypeError,
         "did you mean Strategy()?",
+    ),
+    "a Strategy in Lightning's own class": (
+        lambda: LightningFSDPStrategy(sharding_strategy=ZEROPP),
+        AttributeError,
+        "'Strategy' object has no attribute 'name'",  # as docs/guides/integrations.md has it
     ),
     "HYBRID_SHARD's mesh": (
         lambda: FSDPStrategy(sharding_strategy=ZEROPP, device_mesh=(2, 2)),
