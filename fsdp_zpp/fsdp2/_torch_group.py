@@ -194,9 +194,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     def _labelled(self, phase: str) -> AbstractContextManager[object]:
         """Label the block as torch does, but only while a profiler records: the label takes microseconds."""
-        if profiler._is_profiler_enabled:
-            return record_function(self._with_fqn(phase))
-        return nullcontext()
+        return record_function(self._with_fqn(phase)) if profiler._is_profiler_enabled else nullcontext()
 
     def _to_unsharded(self) -> None:
         plan = self.weights.plan

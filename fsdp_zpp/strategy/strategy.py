@@ -494,9 +494,7 @@ def resolve_scopes(
     fed_back = error_buffer_specs(error_feedback, gradient_codecs, scopes.optimizer, topology, 0)
     if "intra" in fed_back or ("inter" in fed_back and topology.gpus_per_node == 1):
         return scopes._replace(gradients="N")
-    if "inter" in fed_back and scopes.gradients == "G":
-        return scopes._replace(gradients="I")
-    return scopes
+    return scopes._replace(gradients="I") if "inter" in fed_back and scopes.gradients == "G" else scopes
 
 
 def intra_node_codec(intra: Codec | Literal["auto"] | None, inter: Codec | None) -> Codec | None:

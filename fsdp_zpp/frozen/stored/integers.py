@@ -36,9 +36,7 @@ def unpack_codes(words: Tensor, bits: int) -> Tensor:
     flat = torch.empty(words.shape, dtype=words.dtype, device=words.device).copy_(words).view(-1)
     # The first byte of a word has its lowest bits: safetensors and the machines that torch runs on are little-endian.
     octets = flat.view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
-    if bits == 8:
-        return octets
-    return torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
+    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
 
 
 def unpack_awq_codes(words: Tensor) -> Tensor:
