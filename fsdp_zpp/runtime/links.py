@@ -169,14 +169,16 @@ def _joined_sets(reports: dict[int, GpuReport]) -> list[tuple[int, ...]] | None:
 
 
 def _are_joined(one: GpuReport, other: GpuReport) -> bool:
-    if None in (one.gpu, other.gpu) or one.gpu == other.gpu:
-        return one.gpu is not None and other.gpu is not None
-    return not (one.disabled or other.disabled) and one.gpu in other.joined and other.gpu in one.joined
+    if one.gpu is None or other.gpu is None:
+        return False
+    linked = one.gpu in other.joined and other.gpu in one.joined and not (one.disabled or other.disabled)
+    return one.gpu == other.gpu or linked
 
 
 def _are_known_apart(one: GpuReport, other: GpuReport) -> bool:
-    is_apart = one.disabled or other.disabled or one.gpu in other.apart or other.gpu in one.apart
-    return is_apart and None not in (one.gpu, other.gpu)
+    if one.gpu is None or other.gpu is None:
+        return False
+    return one.disabled or other.disabled or one.gpu in other.apart or other.gpu in one.apart
 
 
 def supports_link_query(group: dist.ProcessGroup) -> bool:
