@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import foreach_reduce
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _get_dim0_padded_size
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -24,11 +26,12 @@ from ._torch_weights import (
     GroupWeights,
     StrategyAllReduce,
     StrategyReduceScatter,
+    copy_in,
     flatten_gradients,
     has_gradient,
     layout_of,
     take_gradient,
-    without_dynamo,
+    without_overhead,
 )
 
 # ---- use
@@ -177,7 +180,12 @@ def _run(stepping: list[tuple[FSDPParam, Hooks]]) -> None:
 
 # ---- step gradients
 
-_post_backward = without_dynamo(FSDPParamGroup.post_backward)
+_foreach_reduce = without_overhead(
+    inspect.unwrap(foreach_reduce),
+    foreach_reduce_scatter_copy_in=copy_in,
+    _get_dim0_padded_size=lru_cache(maxsize=4096)(_get_dim0_padded_size),
+)
+_post_backward = without_overhead(FSDPParamGroup.post_backward, foreach_reduce=torch.no_grad()(_foreach_reduce))
 
 
 # Small groups are not coalesced: torch casts and accumulates a group's gradient right after its hops. To send several

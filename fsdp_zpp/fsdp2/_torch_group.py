@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import profiler
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState, FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from torch.profiler import record_function
 
 from fsdp_zpp.comm.agreement import all_reduce_flags
 from fsdp_zpp.comm.flat_layout import Sharded
@@ -30,16 +28,18 @@ from ._torch_weights import (
     GatherPlan,
     GroupWeights,
     StrategyAllReduce,
+    StrategyParam,
     axes_of,
     groups_of,
     has_own_bytes,
     names_in,
     numel_of,
     order_parameters,
+    record_if_profiled,
     show_shards,
     state_of,
-    without_dynamo,
     without_functorch,
+    without_overhead,
 )
 
 # ---- group
@@ -58,6 +58,8 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         self.weights = GroupWeights(self, unit)
         self.gradients = GroupGradients(self, self.weights, unit)
         self._state = state
+        for param in self.fsdp_params:
+            param.__class__ = StrategyParam
         self._on_lazy_init: Callable[[nn.Module], None] | None = on_lazy_init
         self._is_ordered, self._knows_formats = unit.stock, False
         self._known_names: dict[FSDPParam, str] = {}
@@ -105,7 +107,10 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     # ---- gathering weights
 
-    pre_backward = without_dynamo(FSDPParamGroup.pre_backward)
+    pre_forward = without_overhead(FSDPParamGroup.pre_forward)
+    post_forward = without_overhead(FSDPParamGroup.post_forward)
+    pre_backward = without_overhead(FSDPParamGroup.pre_backward)
+    _prefetch_unshard = staticmethod(without_overhead(FSDPParamGroup._prefetch_unshard))
 
     @without_functorch
     def unshard(self, async_op: bool = False) -> None:
@@ -134,7 +139,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         """Gather as torch's ``foreach_all_gather`` does, but without its two copies of the shards."""
         secondary, shard = gather.secondary, None
         _, stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
-        with self._labelled("FSDP::all_gather"), self.device_handle.stream(stream):
+        with record_if_profiled(self._with_fqn("FSDP::all_gather")), self.device_handle.stream(stream):
             if plan.joins and (secondary.encoded_by is None or plan.numel == 0):
                 shard = plan.join_inputs()
             # If ``shard`` is None, a stale secondary shard calls ``weights.read()``, which also returns the version.
@@ -171,7 +176,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         if in_forward and (previous := self.comm_ctx.all_gather_state) is not None:
             self._gather_after(previous.event)
             self.comm_ctx.all_gather_state = None
-        with self._labelled("FSDP::all_gather_copy_out"):
+        with record_if_profiled(self._with_fqn("FSDP::all_gather_copy_out")):
             self.device_handle.current_stream().wait_event(result.all_gather_event)
             plan.fill(result.all_gather_output)
         if not self.is_unsharded:
@@ -191,12 +196,6 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         if event is not None and hasattr(context, "all_gather_stream"):  # lazy initialization creates the streams
             context.all_gather_copy_in_stream.wait_event(event)
             context.all_gather_stream.wait_event(event)
-
-    def _labelled(self, phase: str) -> AbstractContextManager[object]:
-        """Label the block as torch does, but only while a profiler records: the label takes microseconds."""
-        if profiler._is_profiler_enabled:
-            return record_function(self._with_fqn(phase))
-        return nullcontext()
 
     def _to_unsharded(self) -> None:
         plan = self.weights.plan
@@ -395,7 +394,9 @@ class WatchedState(FSDPState):
 
     watch: GroupBackwardWatch
 
-    _pre_backward = without_dynamo(FSDPState._pre_backward)
+    _pre_forward = without_overhead(FSDPState._pre_forward)
+    _post_forward = without_overhead(FSDPState._post_forward)
+    _pre_backward = without_overhead(FSDPState._pre_backward)
 
     def _root_post_backward_final_callback(self) -> None:
         last = [group.gradients.is_last_micro_batch for group in self.watch.groups]
@@ -462,3 +463,9 @@ def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) ->
         watched: Any = state
         watched.__class__ = WatchedState
         watched.watch = watch
+        # A module's hooks are methods that were bound before.
+        for module in state._modules:
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key, hook in hooks.items():
+                    if getattr(hook, "__self__", None) is state:
+                        hooks[key] = getattr(state, hook.__name__)

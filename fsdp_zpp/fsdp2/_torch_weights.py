@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
+from types import FunctionType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import profiler
 from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -19,13 +22,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     AllGatherResult,
     _get_gradient_divide_factors,
     _get_param_all_gather_inputs,
-    foreach_reduce_scatter_copy_in,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_size
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from fsdp_zpp.comm.agreement import plain_parts
 from fsdp_zpp.comm.flat_layout import NO_PARAMETERS, FlatLayout, Piece, sent_exactly, sharded_along
@@ -98,7 +101,7 @@ def after_moves(callback: Callable[[nn.Module], None]) -> None:
     FSDPModule._apply = _apply  # type: ignore[method-assign]
 
 
-# ---- transforms
+# ---- transforms and overhead
 
 Method = TypeVar("Method", bound=Callable[..., object])
 
@@ -108,14 +111,28 @@ without_functorch: Callable[[Method], Method] = getattr(
 )
 
 
-def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's ``method``, with dynamo disabled once and for all."""
+def record_if_profiled(label: str) -> AbstractContextManager[object]:
+    """Return torch's ``record_function`` if a profiler is recording; without one it would take 6 us, too."""
+    return record_function(label) if profiler._is_profiler_enabled else _UNRECORDED
+
+
+_UNRECORDED = nullcontext()
+
+
+def without_overhead(method: Callable[..., Any], **called: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's ``method``, with labels only while a profiler records and dynamo disabled once and for all.
+
+    The copy takes the functions ``called`` in place of those that torch's module has by these names.
+    """
     # From torch 2.13 on, torch's decorator makes a new dynamo wrapper in every call, which takes longer than much of
-    # the methods' own work. A method with another wrapper is returned as it is.
+    # the methods' own work. A method with another wrapper keeps it.
     decorator = getattr(_fsdp_common, "_dynamo_disable", None)
-    if decorator is None or method.__code__ is not decorator(lambda: None).__code__:
-        return method
-    return torch.compiler.disable(method.__wrapped__)  # type: ignore[attr-defined]
+    disables = decorator is not None and method.__code__ is decorator(lambda: None).__code__
+    inner: Any = method.__wrapped__ if disables else method  # type: ignore[attr-defined]
+    names = {**inner.__globals__, "record_function": record_if_profiled, **called}
+    copy = FunctionType(inner.__code__, names, inner.__name__, inner.__defaults__, inner.__closure__)
+    functools.update_wrapper(copy, inner)
+    return torch.compiler.disable(copy) if disables else copy
 
 
 # ---- gradients
@@ -164,8 +181,13 @@ def flatten_gradients(group: FSDPParamGroup, params: Sequence[FSDPParam], gradie
         parts.append(gradient.to(dtype))
     numel = sum(_get_dim0_padded_size(part.size(), world).numel() for part in parts)
     flat = torch.empty(numel, dtype=dtype, device=group.device)
-    foreach_reduce_scatter_copy_in(parts, flat, world)
+    copy_in(parts, flat, world)
     return flat
+
+
+def copy_in(gradients: list[Tensor], flat: Tensor, world: int) -> None:
+    """Copy ``gradients`` to ``flat`` by the op that torch's ``foreach_reduce_scatter_copy_in`` calls in another op."""
+    torch._chunk_cat(gradients, dim=0, num_chunks=world, out=flat.view(world, -1))
 
 
 def _gradient_dtype(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> torch.dtype:
@@ -175,6 +197,15 @@ def _gradient_dtype(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> torch
     # From torch 2.14 on, gradients may have another dtype than the unsharded parameters.
     dtypes = [getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype for param in params]
     return reduce(torch.promote_types, dtypes)
+
+
+class StrategyParam(FSDPParam):
+    """A parameter of a group that a strategy reduces; :meth:`StrategyGroup.adopt` makes it from torch's."""
+
+    # DTensor.__init__ does nothing, but dynamo's wrapper around it takes longer than all else.
+    to_sharded_dtensor = without_overhead(
+        FSDPParam.to_sharded_dtensor, _from_local_no_grad=partial(DTensor.__new__, DTensor, requires_grad=False)
+    )
 
 
 # ---- gather inputs
