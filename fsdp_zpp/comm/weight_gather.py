@@ -495,7 +495,8 @@ def _adjacent(parts: Sequence[Tensor]) -> Tensor:
 # To encode and send a unit by itself takes Python tens of microseconds and the network at least its latency. But a unit
 # can be used only when all that was sent with it has arrived. So a forward's weights are sent in a few chunks; while
 # units of one chunk compute, the next chunk is sent. The larger a chunk, the longer its first unit waits for the
-# others, so a chunk of several units has a limit. ``gather_inter_node`` encodes and sends the units of a chunk.
+# others, so a chunk of several units has a limit. It grows from the front, where nothing can compute meanwhile, and
+# shrinks at the end, where nothing is sent meanwhile. ``gather_inter_node`` encodes and sends the units of a chunk.
 
 CHUNKS = 4
 """Roughly how many chunks a forward's weights are sent in; all but the first can hide behind computation."""
@@ -503,9 +504,10 @@ CHUNKS = 4
 LEAST_NBYTES = 2**20
 """A rank sends a MiB in about the time of the network's latency, so smaller chunks would gain nothing."""
 
-MOST_NBYTES = 2**24
-"""The most bytes that a rank sends for a chunk of several units, to all other nodes together: 16 MiB take 1.3 ms at 100
-Gb/s a GPU. Each other node gets the whole payload. While being encoded, its values take 4 to 8 times that."""
+MOST_NBYTES = 2**26
+"""The most bytes that a rank sends for a chunk of several units, to all other nodes together, and four times the most
+for the first and the last chunk: 64 MiB take 21 ms at 25 Gb/s a GPU, and 1.3 ms at 400. Each other node gets the whole
+payload. While being encoded, its values take 4 to 8 times that."""
 
 
 class SecondaryShardPrefetcher:
@@ -544,15 +546,18 @@ def in_chunks(
     sent: Sequence[tuple[SecondaryShard, int]], least_nbytes: int = LEAST_NBYTES, most_nbytes: int = MOST_NBYTES
 ) -> list[list[SecondaryShard]]:
     """Group shards, each with the bytes that a rank sends for it, into chunks. See [Note: Chunks]."""
-    limit = min(most_nbytes, max(least_nbytes, -(-sum(size for _, size in sent) // CHUNKS)))
+    left = sum(size for _, size in sent)
+    limit = least = min(most_nbytes // 4, max(least_nbytes, -(-left // CHUNKS)))
     chunks: list[list[SecondaryShard]] = []
-    nbytes = 0
+    nbytes = before = 0
     for shard, size in sent:
         if not chunks or nbytes + size > limit or shard.group is not chunks[-1][0].group:
+            # At most as much as was sent before, and half of the rest.
+            limit = max(least, min(most_nbytes, before, left // 2))
             chunks.append([])
             nbytes = 0
         chunks[-1].append(shard)
-        nbytes += size
+        nbytes, before, left = nbytes + size, before + size, left - size
     return chunks
 
 

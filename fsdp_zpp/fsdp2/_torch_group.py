@@ -10,10 +10,15 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState, FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import (
+    AllGatherState,
+    FSDPParamGroup,
+    RegisterPostBackwardFunction,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from fsdp_zpp.comm.agreement import all_reduce_flags
@@ -43,6 +48,16 @@ from ._torch_weights import (
 )
 
 # ---- group
+
+
+class RegisterPostBackward(RegisterPostBackwardFunction):
+    """torch's function that calls ``post_backward``, applied without a look at its own signature each time."""
+
+    @classmethod
+    def apply(cls, *args: object) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)
+        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(args))
 
 
 class StrategyGroup(FSDPParamGroup, Sharded):
@@ -110,6 +125,9 @@ class StrategyGroup(FSDPParamGroup, Sharded):
     pre_forward = without_overhead(FSDPParamGroup.pre_forward)
     post_forward = without_overhead(FSDPParamGroup.post_forward)
     pre_backward = without_overhead(FSDPParamGroup.pre_backward)
+    _register_post_backward_hook = without_overhead(
+        FSDPParamGroup._register_post_backward_hook, RegisterPostBackwardFunction=RegisterPostBackward
+    )
     _prefetch_unshard = staticmethod(without_overhead(FSDPParamGroup._prefetch_unshard))
 
     @without_functorch
