@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial, reduce
-from types import FunctionType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import profiler
+from torch._functorch.utils import unwrap_dead_wrappers
+from torch.autograd import Function
 from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -22,13 +21,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     AllGatherResult,
     _get_gradient_divide_factors,
     _get_param_all_gather_inputs,
+    foreach_reduce_scatter_copy_in,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_size
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, RegisterPostBackwardFunction
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
-from torch.profiler import record_function
 
 from fsdp_zpp.comm.agreement import plain_parts
 from fsdp_zpp.comm.flat_layout import NO_PARAMETERS, FlatLayout, Piece, sent_exactly, sharded_along
@@ -101,38 +100,19 @@ def after_moves(callback: Callable[[nn.Module], None]) -> None:
     FSDPModule._apply = _apply  # type: ignore[method-assign]
 
 
-# ---- transforms and overhead
+# ---- transforms
 
-Method = TypeVar("Method", bound=Callable[..., object])
-
-# From 2.13 on, torch disables functorch's transforms while it communicates.
-without_functorch: Callable[[Method], Method] = getattr(
-    _fsdp_common, "_disable_functorch_if_active", lambda method: method
-)
+# From torch 2.13 on, torch disables functorch's transforms while it communicates.
+without_functorch: Any = getattr(_fsdp_common, "_disable_functorch_if_active", lambda method: method)
 
 
-def record_if_profiled(label: str) -> AbstractContextManager[object]:
-    """Return torch's ``record_function`` if a profiler is recording; without one it would take 6 us, too."""
-    return record_function(label) if profiler._is_profiler_enabled else _UNRECORDED
+class RegisterPostBackward(RegisterPostBackwardFunction):
+    """torch's function that calls ``post_backward``, applied without a look at its own signature each time."""
 
-
-_UNRECORDED = nullcontext()
-
-
-def without_overhead(method: Callable[..., Any], **called: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's ``method``, with labels only while a profiler records and dynamo disabled once and for all.
-
-    The copy takes the functions ``called`` in place of those that torch's module has by these names.
-    """
-    # From torch 2.13 on, torch's decorator makes a new dynamo wrapper in every call, which takes longer than much of
-    # the methods' own work. A method with another wrapper keeps it.
-    decorator = getattr(_fsdp_common, "_dynamo_disable", None)
-    disables = decorator is not None and method.__code__ is decorator(lambda: None).__code__
-    inner: Any = method.__wrapped__ if disables else method  # type: ignore[attr-defined]
-    names = {**inner.__globals__, "record_function": record_if_profiled, **called}
-    copy = FunctionType(inner.__code__, names, inner.__name__, inner.__defaults__, inner.__closure__)
-    functools.update_wrapper(copy, inner)
-    return torch.compiler.disable(copy) if disables else copy
+    @classmethod
+    def apply(cls, *args: object) -> Any:
+        parent: Any = super() if torch._C._are_functorch_transforms_active() else super(Function, cls)
+        return parent.apply(*unwrap_dead_wrappers(args))
 
 
 # ---- gradients
@@ -181,13 +161,8 @@ def flatten_gradients(group: FSDPParamGroup, params: Sequence[FSDPParam], gradie
         parts.append(gradient.to(dtype))
     numel = sum(_get_dim0_padded_size(part.size(), world).numel() for part in parts)
     flat = torch.empty(numel, dtype=dtype, device=group.device)
-    copy_in(parts, flat, world)
+    foreach_reduce_scatter_copy_in(parts, flat, world)
     return flat
-
-
-def copy_in(gradients: list[Tensor], flat: Tensor, world: int) -> None:
-    """Copy ``gradients`` to ``flat`` by the op that torch's ``foreach_reduce_scatter_copy_in`` calls in another op."""
-    torch._chunk_cat(gradients, dim=0, num_chunks=world, out=flat.view(world, -1))
 
 
 def _gradient_dtype(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> torch.dtype:
@@ -197,15 +172,6 @@ def _gradient_dtype(group: FSDPParamGroup, params: Sequence[FSDPParam]) -> torch
     # From torch 2.14 on, gradients may have another dtype than the unsharded parameters.
     dtypes = [getattr(param, "unsharded_grad_dtype", None) or param.unsharded_param.dtype for param in params]
     return reduce(torch.promote_types, dtypes)
-
-
-class StrategyParam(FSDPParam):
-    """A parameter of a group that a strategy reduces; :meth:`StrategyGroup.adopt` makes it from torch's."""
-
-    # DTensor.__init__ does nothing, but dynamo's wrapper around it takes longer than all else.
-    to_sharded_dtensor = without_overhead(
-        FSDPParam.to_sharded_dtensor, _from_local_no_grad=partial(DTensor.__new__, DTensor, requires_grad=False)
-    )
 
 
 # ---- gather inputs
@@ -390,8 +356,7 @@ class Swap(NamedTuple):
     @classmethod
     def of(cls, param: FSDPParam) -> Swap:
         info, output = param._module_info, param.all_gather_outputs[0]
-        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-        sites = ((info.module, info.param_name), *shared)
+        sites = (info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)
         return cls(param, param._unsharded_param, sites, output.untyped_storage(), output.nbytes)
 
 
