@@ -545,8 +545,8 @@ def test_a_model_is_sent_in_a_few_chunks_of_one_group_each(on_ranks: OnRanks) ->
             ([8] * 8, 0, 8, [[8]] * 8),
             ([100, 4, 4, 4], 0, 1000, [[100], [4, 4, 4]]),
             # Units larger than the first limit: alone at both ends, together where others are sent or compute.
-            ([25] * 9, 0, 64, [[25]] * 2 + [[25, 25]] * 2 + [[25]] * 3),
-            ([8] * 16, 0, 64, [[8] * count for count in (2, 2, 4, 4, 2, 2)]),
+            ([25] * 25, 0, 64, [[25]] * 2 + [[25, 25]] * 10 + [[25]] * 3),
+            ([8] * 40, 0, 64, [[8] * count for count in (2, 2, *[3] * 11, 2, 1)]),
         ):
             sizes = {gather_of_all().secondary: size for size in units}
             chunks = in_chunks(list(sizes.items()), least_nbytes=least, most_nbytes=most)
