@@ -115,7 +115,8 @@ _SHARD = "torch.distributed.fsdp._fully_shard"
 # A name is listed once for its owner, however many files of the package use it.
 NEEDED = (
     Needed("torch", "_foreach_copy_"),
-    Needed("torch._C", "DisableTorchFunctionSubclass _current_graph_task_id"),
+    Needed("torch._C", "DisableTorchFunctionSubclass _are_functorch_transforms_active _current_graph_task_id"),
+    Needed("torch._functorch.utils", "unwrap_dead_wrappers"),
     Needed("torch._ops.OpOverload", "_schema"),
     Needed("torch.autograd.profiler", "_is_profiler_enabled"),
     Needed("torch.distributed.checkpoint.state_dict_loader", "_load_state_dict"),
@@ -150,10 +151,7 @@ NEEDED = (
     ),
     Needed(f"{_FSDP}._flat_param.HandleShardingStrategy", "FULL_SHARD NO_SHARD"),
     Needed(f"{_SHARD}._fsdp_api", "AllGather ReduceScatter"),
-    Needed(
-        f"{_SHARD}._fsdp_collectives",
-        "_get_gradient_divide_factors _get_param_all_gather_inputs foreach_reduce_scatter_copy_in",
-    ),
+    Needed(f"{_SHARD}._fsdp_collectives", "_get_gradient_divide_factors _get_param_all_gather_inputs foreach_reduce"),
     Needed(
         f"{_SHARD}._fsdp_collectives.AllGatherResult",
         "_replace all_gather_event all_gather_input_split_sizes all_gather_output all_gather_work "
@@ -182,7 +180,7 @@ NEEDED = (
     ),
     Needed(f"{_SHARD}._fsdp_param.FSDPParam", "keep_unsharded_storage", since=(2, 15)),
     Needed(f"{_SHARD}._fsdp_param.ParamModuleInfo", "module param_name shared_modules shared_param_names"),
-    Needed(f"{_SHARD}._fsdp_param_group", "AllGatherState"),
+    Needed(f"{_SHARD}._fsdp_param_group", "AllGatherState RegisterPostBackwardFunction"),
     Needed(
         f"{_SHARD}._fsdp_param_group.FSDPCommContext",
         "all_gather_copy_in_stream all_gather_state all_gather_stream all_reduce_stream get_all_gather_streams "
@@ -191,11 +189,12 @@ NEEDED = (
     Needed(
         f"{_SHARD}._fsdp_param_group.FSDPParamGroup",
         "_all_gather_comm _all_gather_process_group _all_gather_result _all_reduce_hook _init_mp_dtypes _module_fqn "
-        "_orig_dtype _reduce_dtype _reduce_scatter_comm _reduce_scatter_process_group _reshard_after_forward "
-        "_sharded_state _to_sharded _to_unsharded _training_state _with_fqn all_reduce_grads comm_ctx device "
-        "device_handle force_sum_reduction_for_comms fsdp_params gradient_divide_factor is_sharded is_unsharded "
-        "lazy_init mesh_info modules offload_policy post_backward pre_backward reduce_grads reshard unshard "
-        "unshard_in_backward use_training_state wait_for_unshard",
+        "_orig_dtype _prefetch_unshard _reduce_dtype _reduce_scatter_comm _reduce_scatter_process_group "
+        "_register_post_backward_hook _reshard_after_forward _sharded_state _to_sharded _to_unsharded "
+        "_training_state _with_fqn all_reduce_grads comm_ctx device device_handle force_sum_reduction_for_comms "
+        "fsdp_params gradient_divide_factor is_sharded is_unsharded lazy_init mesh_info modules offload_policy "
+        "post_backward post_forward pre_backward pre_forward reduce_grads reshard unshard unshard_in_backward "
+        "use_training_state wait_for_unshard",
     ),
     Needed(f"{_SHARD}._fsdp_param_group.FSDPParamGroup", "_set_separate_reduce_scatter_group", since=(2, 13)),
     Needed(f"{_SHARD}._fsdp_state.FSDPState", "_modules _pre_backward _root_post_backward_final_callback _state_ctx"),

@@ -28,7 +28,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from fsdp_zpp import Strategy, fully_shard, gathered_weights
 from fsdp_zpp.bench.results import write
-from fsdp_zpp.comm.hops import all_gather_single
+from fsdp_zpp.comm.hops import ALL_GATHER
 
 
 class Layer(nn.Module):
@@ -86,7 +86,7 @@ def plain_gathers(nbytes: int, at_once: int, device: torch.device) -> None:
     shard = torch.empty(at_once // 2 // world, device=device)
     full = torch.empty(shard.numel() * world, device=device)
     for _ in range(round(nbytes / full.nbytes)):
-        all_gather_single()(full, shard)
+        getattr(dist, ALL_GATHER)(full, shard)
 
 
 def gather(model: nn.Module, arguments: argparse.Namespace) -> None:

@@ -29,6 +29,7 @@ from .hops import (
     exchange_and_sum,
     hop_over,
     keep_until_read,
+    label_of,
     log_launched,
     record_event,
     wait_for,
@@ -484,13 +485,7 @@ class GradientReduce:
         left = {"N": (intra, inter), "I": (inter,), "G": ()}[gradient_scope]
         self.defers_hops = any(hop is not None for hop in left)
 
-    @property
-    def label(self) -> str:
-        return self._two_hop.label
-
-    @label.setter
-    def label(self, label: str) -> None:
-        self._two_hop.label = label
+    label = label_of("_two_hop")
 
     def error_nbytes(self, numel: int) -> int:
         return error_nbytes(self._error_feedback, self._codecs, self._optimizer_scope, self._topology, numel)
@@ -545,7 +540,13 @@ class GradientReduce:
         Raises:
             ValueError: If the sizes do not fit; raised before any communication.
         """
-        self._check_sizes(gradient, out)
+        needed = self._parts * out.numel()
+        if gradient.numel() != needed:
+            raise ValueError(
+                f"{self.label}: a reduction over {self._topology.world} ranks to {out.numel()} values needs a gradient "
+                f"of {needed} values, got {gradient.numel()}; is the state that "
+                "reduces it built for another process group?"
+            )
         self._two_hop.layout, self._two_hop.idle = layout, idle
         if self.errors is not None:
             self.errors.begin(gradient.device)
@@ -576,15 +577,6 @@ class GradientReduce:
         assert accumulated is not None, "dropped within a reduction"
         last = keep_until_read(last)  # allocated in the stream of start(), and freed at the return
         out.copy_(last.add_(accumulated, alpha=factor))
-
-    def _check_sizes(self, gradient: Tensor, out: Tensor) -> None:
-        needed = self._parts * out.numel()
-        if gradient.numel() != needed:
-            raise ValueError(
-                f"{self.label}: a reduction over {self._topology.world} ranks to {out.numel()} values needs a gradient "
-                f"of {needed} values, got {gradient.numel()}; is the state that "
-                "reduces it built for another process group?"
-            )
 
 
 # ---- step reductions

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import attrgetter
 from typing import Literal, Protocol
 
 import torch
@@ -116,10 +117,9 @@ class _OfGroup:
         self._works: list[Waitable] | None = None
 
     def start(self) -> None:
-        gather = all_gather_single()
         with _coalescing_manager(self.group, async_ops=True) as started:
             for out, own in self.tensors:
-                gather(out, own, group=self.group)
+                getattr(dist, ALL_GATHER)(out, own, group=self.group)
         self._works = [started]
 
     def wait(self) -> None:
@@ -147,6 +147,12 @@ def running_backward() -> int | None:
 logger = logging.getLogger("fsdp_zpp")
 
 _NOTHING = nullcontext()
+
+
+# torch 2.13 renamed all_gather_into_tensor and deprecated the old name. The function is looked up at each call, so that
+# tools that wrap torch.distributed's functions see our calls, too.
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+"""The name of torch's all-gather into one tensor, ``f(out, in, group=...)``."""
 
 
 @dataclass
@@ -190,7 +196,7 @@ class Hop:
 
     def all_gather(self, payload: Tensor, label: str, out: Tensor | None = None) -> Tensor:
         """Gather payloads [chunks, nbytes] of all ranks into [size * chunks, nbytes], by rank; in ``out`` if given."""
-        self.count_gather(payload.nbytes)
+        self.traffic.add(self.kind, self.level, payload.nbytes * (self.size - 1))
         return self.all_gather_uncounted(payload, label, out)
 
     def count_gather(self, nbytes: int) -> None:
@@ -200,7 +206,7 @@ class Hop:
         """Gather as :meth:`all_gather` does, without counting: units that share a payload count their own parts."""
         gathered = payload.new_empty((self.size * payload.shape[0], payload.shape[1])) if out is None else out
         with labelled("all_gather", label, self.level):
-            self._exchange(all_gather_single(), gathered, payload)
+            self._exchange(getattr(dist, ALL_GATHER), gathered, payload)
         return gathered
 
     def all_to_all(self, payload: Tensor, label: str) -> Tensor:
@@ -252,13 +258,6 @@ def log_launched(label: str) -> None:
 
 def hop_over(group: dist.ProcessGroup | None, kind: Kind, level: Level, traffic: Traffic) -> Hop | None:
     return None if group is None else Hop(group, kind, level, traffic)
-
-
-def all_gather_single() -> Callable[..., object]:
-    """Return torch's all-gather into one tensor, ``f(out, in, group=...)``."""
-    # torch 2.13 renamed all_gather_into_tensor and deprecated the old name. The name is looked up at each call, so that
-    # tools that wrap torch.distributed's functions see our calls, too.
-    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 # ---- encode and decode
@@ -357,6 +356,11 @@ def decode_sum_encode(
             sums = received.view(torch.float32)[..., -exact.tail :].sum(0)
             torch.mul(sums, scale, out=payload.view(torch.float32)[:, -exact.tail :])
         return payload
+
+
+def label_of(part: str) -> property:
+    """Return the property ``label`` of an object whose attribute ``part`` has the label."""
+    return property(attrgetter(f"{part}.label"), lambda whole, label: setattr(getattr(whole, part), "label", label))
 
 
 def labelled(phase: str, unit: str, level: Level | None = None) -> AbstractContextManager[object]:

@@ -21,7 +21,18 @@ from fsdp_zpp.codecs import Codec, Delta, ExactTail, exact_tail, full_precision,
 
 from .agreement import fingerprint, plain_parts
 from .flat_layout import ExactPlaces, Extent, FlatLayout, exact_places
-from .hops import Hop, SideStream, Traffic, decode, hop_over, keep_until_read, labelled, record_event, wait_for
+from .hops import (
+    Hop,
+    SideStream,
+    Traffic,
+    decode,
+    hop_over,
+    keep_until_read,
+    label_of,
+    labelled,
+    record_event,
+    wait_for,
+)
 from .mesh import ProcessMesh
 
 # ---- shard version
@@ -169,6 +180,7 @@ class SecondaryShard:
         nbytes: Bytes of a payload without deltas; 0 until the first :meth:`sent_as`.
         next_codec: The codec of the next gather, as :meth:`sent_as` takes it; None if that is not known yet.
         encoded_by: The codec of the payload; None without a payload.
+        sends_deltas: Whether the inter-node hop may send deltas.
     """
 
     def __init__(self, hop: Hop | None, own_node: int, codec: Codec | None, keep: bool, label: str) -> None:
@@ -176,6 +188,7 @@ class SecondaryShard:
         self.group = None if hop is None else hop.group
         # On one node there is no inter-node hop that a kept secondary shard would save.
         self.keep = keep and hop is not None
+        self.sends_deltas = isinstance(codec, Delta) and self.keep
         self.source: ShardSource | None = None
         self.side_stream: SideStream | None = None
         self.stale, self.unread = True, False
@@ -196,11 +209,6 @@ class SecondaryShard:
     @cached_property
     def peers(self) -> int:
         return 0 if self.hop is None else self.hop.size - 1
-
-    @property
-    def sends_deltas(self) -> bool:
-        """Return whether the inter-node hop may send deltas."""
-        return isinstance(self.codec, Delta) and self.keep
 
     # ---- from stale to fresh
 
@@ -229,11 +237,13 @@ class SecondaryShard:
         if self.base is not None and self.base.untyped_storage().nbytes() > self.base.nbytes:
             self.base = self.take_base().clone()
 
-    def gather_checkpoint(self, values: Tensor, codec: Codec, version: Hashable) -> bool:
+    def gather_checkpoint(self, stale: StaleShard) -> bool:
         """Continue from the checkpoint's shard if it matches on all ranks; return whether it is fresh. Collective."""
         saved, self.checkpointed = self.checkpointed, None
         if saved is None or saved["row"] is None or self.hop is None or not self.sends_deltas:
             return False
+        _, codec, (tensors, _, version, _) = stale
+        values = _joined(tensors)
         is_one_row = saved["row"].shape == (1, codec.nbytes(values.numel()))
         matches = torch.tensor([[is_one_row and saved["fingerprint"] == fingerprint(values)]], dtype=torch.uint8)
         rows = self.hop.all_gather(torch.cat((saved["row"], matches), dim=1).to(values.device), self.label)
@@ -369,13 +379,7 @@ def gather_inter_node(stale: Sequence[StaleShard]) -> None:
     label = first.label if first is last else f"{first.label} to {last.label}"
     # labelled() makes the same check; made here, it saves a call on a hot path while no profiler runs.
     with labelled("refresh", label) if getattr(profiler, "_is_profiler_enabled", True) else _UNLABELLED:
-        sent = []
-        for each in stale:
-            shard, codec, values = each
-            if shard.checkpointed is None or not shard.gather_checkpoint(
-                _joined(values.tensors), codec, values.version
-            ):
-                sent.append(each)
+        sent = [each for each in stale if each.shard.checkpointed is None or not each.shard.gather_checkpoint(each)]
         if sent:
             _send(sent, label)
 
@@ -495,7 +499,8 @@ def _adjacent(parts: Sequence[Tensor]) -> Tensor:
 # To encode and send a unit by itself takes Python tens of microseconds and the network at least its latency. But a unit
 # can be used only when all that was sent with it has arrived. So a forward's weights are sent in a few chunks; while
 # units of one chunk compute, the next chunk is sent. The larger a chunk, the longer its first unit waits for the
-# others, so a chunk of several units has a limit. ``gather_inter_node`` encodes and sends the units of a chunk.
+# others, so a chunk of several units has a limit. It grows from the front, where nothing can compute meanwhile, and
+# shrinks at the end, where nothing is sent meanwhile. ``gather_inter_node`` encodes and sends the units of a chunk.
 
 CHUNKS = 4
 """Roughly how many chunks a forward's weights are sent in; all but the first can hide behind computation."""
@@ -503,9 +508,14 @@ CHUNKS = 4
 LEAST_NBYTES = 2**20
 """A rank sends a MiB in about the time of the network's latency, so smaller chunks would gain nothing."""
 
-MOST_NBYTES = 2**24
-"""The most bytes that a rank sends for a chunk of several units, to all other nodes together: 16 MiB take 1.3 ms at 100
-Gb/s a GPU. Each other node gets the whole payload. While being encoded, its values take 4 to 8 times that."""
+LARGE_CHUNKS = 12
+"""A chunk that grows beyond a quarter of :data:`MOST_NBYTES` is at most a twelfth of the weights, since its first unit
+waits for all of it: if units are computed as fast as they are sent, a forward takes up to a twelfth longer."""
+
+MOST_NBYTES = 2**26
+"""The most bytes that a rank sends for a chunk of several units, to all other nodes together, and four times the most
+for the first: 64 MiB take 21 ms at 25 Gb/s a GPU, and 1.3 ms at 400. Each other node gets the whole payload. While
+being encoded, its values take 4 to 8 times that."""
 
 
 class SecondaryShardPrefetcher:
@@ -544,15 +554,18 @@ def in_chunks(
     sent: Sequence[tuple[SecondaryShard, int]], least_nbytes: int = LEAST_NBYTES, most_nbytes: int = MOST_NBYTES
 ) -> list[list[SecondaryShard]]:
     """Group shards, each with the bytes that a rank sends for it, into chunks. See [Note: Chunks]."""
-    limit = min(most_nbytes, max(least_nbytes, -(-sum(size for _, size in sent) // CHUNKS)))
+    total = left = sum(size for _, size in sent)
+    limit = least = min(most_nbytes // 4, max(least_nbytes, -(-total // CHUNKS)))
     chunks: list[list[SecondaryShard]] = []
-    nbytes = 0
+    nbytes = before = 0
     for shard, size in sent:
         if not chunks or nbytes + size > limit or shard.group is not chunks[-1][0].group:
+            # At most as much as was sent before, and half of the rest.
+            limit = max(least, min(most_nbytes, total // LARGE_CHUNKS, before, left // 2))
             chunks.append([])
             nbytes = 0
         chunks[-1].append(shard)
-        nbytes += size
+        nbytes, before, left = nbytes + size, before + size, left - size
     return chunks
 
 
@@ -605,13 +618,7 @@ class WeightGather:
         self.secondary.find_exact = partial(self._exact, of_all=False)
         self._settled: _Settled | None = None
 
-    @property
-    def label(self) -> str:
-        return self.secondary.label
-
-    @label.setter
-    def label(self, label: str) -> None:
-        self.secondary.label = label
+    label = label_of("secondary")
 
     def __call__(self, shard: Tensor | None, out: Tensor, version: Hashable = None) -> None:
         """Gather every rank's ``shard`` into ``out``.

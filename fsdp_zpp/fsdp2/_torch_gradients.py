@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
@@ -28,7 +29,6 @@ from ._torch_weights import (
     has_gradient,
     layout_of,
     take_gradient,
-    without_dynamo,
 )
 
 # ---- use
@@ -177,13 +177,16 @@ def _run(stepping: list[tuple[FSDPParam, Hooks]]) -> None:
 
 # ---- step gradients
 
-_post_backward = without_dynamo(FSDPParamGroup.post_backward)
-
 
 # Small groups are not coalesced: torch casts and accumulates a group's gradient right after its hops. To send several
 # groups in one hop, each must be copied into another flat buffer, and that costs the CPU more than the saved hops.
 class GroupGradients(StepGradients):
-    """Accumulates and reduces a parameter group's gradients: torch calls ``comm``, or reduces itself if it is None."""
+    """Accumulates and reduces a parameter group's gradients: torch calls ``comm``, or reduces itself if it is None.
+
+    ``post_backwards`` are torch's method for the group, without labels and with labels.
+    """
+
+    post_backwards: Sequence[Callable[..., None]]
 
     def __init__(self, group: FSDPParamGroup, weights: GroupWeights, unit: StrategyUnit) -> None:
         self._group, self._weights, self.reductions = group, weights, unit.reductions
@@ -232,7 +235,7 @@ class GroupGradients(StepGradients):
         # Even then, torch must keep the gradients unreduced until the group's turn, for :meth:`reduce_micro_batch`.
         reduce_grads, group.reduce_grads = group.reduce_grads, False
         try:
-            _post_backward(group, *unused)
+            self.post_backwards[profiler._is_profiler_enabled](*unused)
         finally:
             group.reduce_grads = reduce_grads
         self.micro_batch_ended()
@@ -292,11 +295,10 @@ class GroupGradients(StepGradients):
         takes_unused = getattr(self._group, "reduce_scatter_unused_params", False)  # from torch 2.13 on
         # If torch reduces unused parameters, all ranks reduce, even a rank without gradients.
         reduces = use.took_part or bool(reduced) or bool(params and takes_unused)
-        current, fills = self.reductions.current, False
+        current = self.reductions.current
         use.has_errors = current is not None and current.errors is not None
-        if current is not None:
-            # The error state has the layout of the whole group's gradient, so each parameter must get a gradient.
-            fills = use.took_part or (reduces and use.has_errors)
+        # The error state has the layout of the whole group's gradient, so each parameter must get a gradient.
+        fills = current is not None and (use.took_part or (reduces and use.has_errors))
         if fills:
             use.fill_missing(params)
         if takes_unused:
@@ -312,7 +314,7 @@ class GroupGradients(StepGradients):
             without_hooks([(param, hooks) for param, _, hooks in use.unused.values()]) if use.unused else nullcontext(),
             stepping_on_arrival(self._group, self.watch.arriving, use.unused) if self._is_offloaded else nullcontext(),
         ):
-            _post_backward(self._group, *unused)
+            self.post_backwards[profiler._is_profiler_enabled](*unused)
 
     def _reduced_params(self) -> list[FSDPParam]:
         """Return the parameters whose gradients a micro-batch reduces, in torch's order; the same on all ranks.

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
+from functools import lru_cache, partial
+from types import FunctionType
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import profiler
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import AllGatherResult, foreach_reduce
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, TrainingState, _get_dim0_padded_size
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllGatherState, FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
 from fsdp_zpp.comm.agreement import all_reduce_flags
@@ -29,6 +34,7 @@ from ._torch_gradients import GroupGradients
 from ._torch_weights import (
     GatherPlan,
     GroupWeights,
+    RegisterPostBackward,
     StrategyAllReduce,
     axes_of,
     groups_of,
@@ -38,9 +44,50 @@ from ._torch_weights import (
     order_parameters,
     show_shards,
     state_of,
-    without_dynamo,
     without_functorch,
 )
+
+# ---- torch's methods without overhead
+
+
+def _record_if_profiled(label: str) -> AbstractContextManager[object]:
+    """Return torch's ``record_function`` if a profiler is recording; without one it would take 6 us, too."""
+    return record_function(label) if profiler._is_profiler_enabled else nullcontext()
+
+
+def _without_overhead(method: Callable[..., Any], **called: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's ``method``, with labels only while a profiler records and dynamo disabled once and for all.
+
+    The copy takes the functions ``called`` in place of those that torch's module has by these names.
+    """
+    # From torch 2.13 on, torch's decorator makes a new dynamo wrapper in every call, which takes longer than much of
+    # the methods' own work. A method with another wrapper keeps it.
+    decorator = getattr(_fsdp_common, "_dynamo_disable", None)
+    disables = decorator is not None and method.__code__ is decorator(lambda: None).__code__
+    inner: Any = method.__wrapped__ if disables else method  # type: ignore[attr-defined]
+    names = {**inner.__globals__, "record_function": _record_if_profiled, **called}
+    copy = FunctionType(inner.__code__, names, inner.__name__, inner.__defaults__, inner.__closure__)
+    functools.update_wrapper(copy, inner)
+    return torch.compiler.disable(copy) if disables else copy
+
+
+class StrategyParam(FSDPParam):
+    """A parameter of a group that a strategy reduces; :meth:`StrategyGroup.adopt` makes it from torch's."""
+
+    # DTensor.__init__ does nothing, but dynamo's wrapper around it takes longer than all else.
+    to_sharded_dtensor = _without_overhead(
+        FSDPParam.to_sharded_dtensor, _from_local_no_grad=partial(DTensor.__new__, DTensor, requires_grad=False)
+    )
+
+
+_padded_size = lru_cache(maxsize=4096)(_get_dim0_padded_size)
+_reduce = torch.no_grad()(_without_overhead(inspect.unwrap(foreach_reduce), _get_dim0_padded_size=_padded_size))
+_post_backwards = [
+    _without_overhead(FSDPParamGroup.post_backward, record_function=label, foreach_reduce=_reduce)
+    for label in (nullcontext, record_function)
+]
+"""torch's ``post_backward`` without labels, and with labels."""
+
 
 # ---- group
 
@@ -57,7 +104,10 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         self.unit, self._path = unit, path
         self.weights = GroupWeights(self, unit)
         self.gradients = GroupGradients(self, self.weights, unit)
+        self.gradients.post_backwards = [partial(each, self) for each in _post_backwards]
         self._state = state
+        for param in self.fsdp_params:
+            param.__class__ = StrategyParam
         self._on_lazy_init: Callable[[nn.Module], None] | None = on_lazy_init
         self._is_ordered, self._knows_formats = unit.stock, False
         self._known_names: dict[FSDPParam, str] = {}
@@ -105,7 +155,13 @@ class StrategyGroup(FSDPParamGroup, Sharded):
 
     # ---- gathering weights
 
-    pre_backward = without_dynamo(FSDPParamGroup.pre_backward)
+    pre_forward = _without_overhead(FSDPParamGroup.pre_forward)
+    post_forward = _without_overhead(FSDPParamGroup.post_forward)
+    pre_backward = _without_overhead(FSDPParamGroup.pre_backward)
+    _register_post_backward_hook = _without_overhead(
+        FSDPParamGroup._register_post_backward_hook, RegisterPostBackwardFunction=RegisterPostBackward
+    )
+    _prefetch_unshard = staticmethod(_without_overhead(FSDPParamGroup._prefetch_unshard))
 
     @without_functorch
     def unshard(self, async_op: bool = False) -> None:
@@ -120,11 +176,9 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         if is_needed and weights.is_kept and weights.is_fresh():
             weights.puts_back = True
             return
-        if not is_needed or self._all_gather_process_group.size() == 1:
-            super().unshard(async_op)
-            return
-        weights.was_gathered = True  # all ranks get here, or none
-        if weights.gather is None or self._all_gather_comm is not weights.comm:
+        gathers = is_needed and self._all_gather_process_group.size() > 1
+        weights.was_gathered |= gathers  # on all ranks, or none
+        if not gathers or weights.gather is None or self._all_gather_comm is not weights.comm:
             super().unshard(async_op)
             return
         plan = weights.plan or weights.make_plan()
@@ -134,7 +188,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         """Gather as torch's ``foreach_all_gather`` does, but without its two copies of the shards."""
         secondary, shard = gather.secondary, None
         _, stream = self.comm_ctx.get_all_gather_streams(async_op, self._training_state)
-        with self._labelled("FSDP::all_gather"), self.device_handle.stream(stream):
+        with _record_if_profiled(self._with_fqn("FSDP::all_gather")), self.device_handle.stream(stream):
             if plan.joins and (secondary.encoded_by is None or plan.numel == 0):
                 shard = plan.join_inputs()
             # If ``shard`` is None, a stale secondary shard calls ``weights.read()``, which also returns the version.
@@ -171,7 +225,7 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         if in_forward and (previous := self.comm_ctx.all_gather_state) is not None:
             self._gather_after(previous.event)
             self.comm_ctx.all_gather_state = None
-        with self._labelled("FSDP::all_gather_copy_out"):
+        with _record_if_profiled(self._with_fqn("FSDP::all_gather_copy_out")):
             self.device_handle.current_stream().wait_event(result.all_gather_event)
             plan.fill(result.all_gather_output)
         if not self.is_unsharded:
@@ -191,10 +245,6 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         if event is not None and hasattr(context, "all_gather_stream"):  # lazy initialization creates the streams
             context.all_gather_copy_in_stream.wait_event(event)
             context.all_gather_stream.wait_event(event)
-
-    def _labelled(self, phase: str) -> AbstractContextManager[object]:
-        """Label the block as torch does, but only while a profiler records: the label takes microseconds."""
-        return record_function(self._with_fqn(phase)) if profiler._is_profiler_enabled else nullcontext()
 
     def _to_unsharded(self) -> None:
         plan = self.weights.plan
@@ -345,9 +395,8 @@ def adopt_groups(
         if group is None:
             adopted.append(None)
             continue
-        changed: Any = group
-        changed.__class__ = StockGroup if unit.stock else StrategyGroup
-        own: StrategyGroup = changed
+        own: Any = group
+        own.__class__ = StockGroup if unit.stock else StrategyGroup
         own.adopt(state, unit, path, on_lazy_init)
         adopted.append(own)
         if unit.stock:
@@ -391,7 +440,7 @@ class WatchedState(FSDPState):
 
     watch: GroupBackwardWatch
 
-    _pre_backward = without_dynamo(FSDPState._pre_backward)
+    _pre_backward = _without_overhead(FSDPState._pre_backward)
 
     def _root_post_backward_final_callback(self) -> None:
         last = [group.gradients.is_last_micro_batch for group in self.watch.groups]

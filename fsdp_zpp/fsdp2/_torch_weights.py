@@ -6,11 +6,13 @@ import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._functorch.utils import unwrap_dead_wrappers
+from torch.autograd import Function
 from torch.distributed import ReduceOp
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
@@ -23,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import _get_dim0_padded_size
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup, RegisterPostBackwardFunction
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
@@ -100,22 +102,17 @@ def after_moves(callback: Callable[[nn.Module], None]) -> None:
 
 # ---- transforms
 
-Method = TypeVar("Method", bound=Callable[..., object])
-
-# From 2.13 on, torch disables functorch's transforms while it communicates.
-without_functorch: Callable[[Method], Method] = getattr(
-    _fsdp_common, "_disable_functorch_if_active", lambda method: method
-)
+# From torch 2.13 on, torch disables functorch's transforms while it communicates.
+without_functorch: Any = getattr(_fsdp_common, "_disable_functorch_if_active", lambda method: method)
 
 
-def without_dynamo(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's ``method``, with dynamo disabled once and for all."""
-    # From torch 2.13 on, torch's decorator makes a new dynamo wrapper in every call, which takes longer than much of
-    # the methods' own work. A method with another wrapper is returned as it is.
-    decorator = getattr(_fsdp_common, "_dynamo_disable", None)
-    if decorator is None or method.__code__ is not decorator(lambda: None).__code__:
-        return method
-    return torch.compiler.disable(method.__wrapped__)  # type: ignore[attr-defined]
+class RegisterPostBackward(RegisterPostBackwardFunction):
+    """torch's function that calls ``post_backward``, applied without a look at its own signature each time."""
+
+    @classmethod
+    def apply(cls, *args: object) -> Any:
+        parent: Any = super() if torch._C._are_functorch_transforms_active() else super(Function, cls)
+        return parent.apply(*unwrap_dead_wrappers(args))
 
 
 # ---- gradients
@@ -359,8 +356,7 @@ class Swap(NamedTuple):
     @classmethod
     def of(cls, param: FSDPParam) -> Swap:
         info, output = param._module_info, param.all_gather_outputs[0]
-        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
-        sites = ((info.module, info.param_name), *shared)
+        sites = (info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)
         return cls(param, param._unsharded_param, sites, output.untyped_storage(), output.nbytes)
 
 

@@ -73,7 +73,7 @@ class ElasticOuterStep(OuterStep):
     def connect(self, mesh: ProcessMesh, momentum: Mapping[str, Tensor]) -> None:
         """Exchange over ``mesh`` from now on, with the ``momentum`` of :meth:`momentum_among`."""
         self._wait_for_exchange()
-        self._set_nodes(mesh)
+        self._set_nodes(mesh, self.label)
         for name, chunk in momentum.items():
             self._optimizer.start(name, chunk.numel(), self._device, self._agreed[name].device)
             self._optimizer.momentum[name].copy_(chunk)
@@ -83,7 +83,7 @@ class ElasticOuterStep(OuterStep):
         """Drop all references to groups with other nodes, which closes the sockets and ends other nodes' waits."""
         self._wait_for_exchange()
         owner = self._node, self._nodes
-        self._set_nodes(self._alone)
+        self._set_nodes(self._alone, self.label)
         self._node, self._nodes = owner
 
     @property

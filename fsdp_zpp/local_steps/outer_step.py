@@ -14,7 +14,17 @@ from fsdp_zpp.codecs import full_precision
 from fsdp_zpp.comm.error_feedback import ErrorFeedbackState, SavedErrors
 from fsdp_zpp.comm.flat_layout import Extent, FlatLayout, Piece
 from fsdp_zpp.comm.gradient_reduce import GradientReduce
-from fsdp_zpp.comm.hops import Hop, SideStream, Traffic, decode, encode, keep_until_read, record_event, wait_for
+from fsdp_zpp.comm.hops import (
+    Hop,
+    SideStream,
+    Traffic,
+    decode,
+    encode,
+    keep_until_read,
+    label_of,
+    record_event,
+    wait_for,
+)
 from fsdp_zpp.comm.mesh import ProcessMesh, for_collectives
 from fsdp_zpp.strategy.local_steps import LocalSteps, aligned_gain, correlation_of_changes, fitting_momentum
 
@@ -229,32 +239,26 @@ class OuterStep:
     def __init__(self, config: LocalSteps, mesh: ProcessMesh, traffic: Traffic, label: str = "fragment") -> None:
         if mesh.inter is None and config.elastic is None:
             raise ValueError(f"{label}: local steps exchange weights between nodes, and {mesh.topology} is one node")
-        self._config, self._label, self.stream, self._traffic = config, label, SideStream(), traffic
+        self._config, self.stream, self._traffic = config, SideStream(), traffic
         self._codec = config.codec or full_precision(torch.float32)
         self._agreed: dict[str, Tensor] = {}
         self._optimizer = OuterOptimizer(config)
         self._arrival: torch.cuda.Event | None = None
         self._device = torch.device("cpu")
-        self._set_nodes(mesh)
+        self._set_nodes(mesh, label)
 
-    def _set_nodes(self, mesh: ProcessMesh) -> None:
+    def _set_nodes(self, mesh: ProcessMesh, label: str) -> None:
         across, feedback = mesh.across_nodes(), self._config.error_feedback
         self._nodes, self._node = across.topology.nodes, across.rank
         self._codec_back = self._codec.for_sum_of(self._nodes)
         codecs = [self._codec, self._codec_back, None if feedback is None else feedback.dtype]
         # No codec's block spans a multiple of this number.
         self._block = math.lcm(*(codec.block_numel for codec in codecs if codec is not None and codec.block_numel))
-        self._reduce = GradientReduce(across, None, self._codec, self._traffic, self._label, error_feedback=feedback)
+        self._reduce = GradientReduce(across, None, self._codec, self._traffic, label, error_feedback=feedback)
         self._gather = None if across.inter is None else Hop(across.inter, "gather", "inter", self._traffic)
         self._back = None if feedback is None else ErrorFeedbackState(feedback, ["back"])
 
-    @property
-    def label(self) -> str:
-        return self._label
-
-    @label.setter
-    def label(self, label: str) -> None:
-        self._label = self._reduce.label = label
+    label = label_of("_reduce")
 
     @property
     def names(self) -> frozenset[str]:

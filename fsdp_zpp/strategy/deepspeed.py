@@ -268,7 +268,6 @@ def _log(arguments: Mapping[str, object], top: _Section, zero: _Section) -> None
     parts = [f"DeepSpeed configuration read as {source_of(arguments)}"]
     parts += [f"not part of a strategy, set these in your script: {', '.join(script)}"] if script else []
     parts += [f"without effect under FSDP: {', '.join(without)}"] if without else []
-    micro_batches = top.values.get("gradient_accumulation_steps")
-    if arguments["levels"] == "IGG" and micro_batches not in (None, 1, "auto"):
-        parts += [f"with {micro_batches} micro-batches, pass levels='IIG': nodes then exchange gradients once a step"]
+    if arguments["levels"] == "IGG" and top.values.get("gradient_accumulation_steps") not in (None, 1, "auto"):
+        parts += ["for gradient_accumulation_steps, pass levels='IIG': nodes then exchange gradients once a step"]
     logger.info("; ".join(parts))

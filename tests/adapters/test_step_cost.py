@@ -143,7 +143,7 @@ def test_a_step_copies_no_more_than_hsdp_and_calls_fewer_functions_than_torchs(a
     allowed = 2 * UNITS if strategy == "IGG" else 0
     assert found.copies <= hsdp.copies + allowed
     # HSDP calls a tenth more under torch 2.13 than under 2.11, so FSDP1 is compared with itself.
-    stock, part = {"fsdp1": (cost("fsdp1 FULL_SHARD"), 0.66), "fsdp2": (hsdp, 0.8)}[adapter]
+    stock, part = {"fsdp1": (cost("fsdp1 FULL_SHARD"), 0.66), "fsdp2": (hsdp, 0.66)}[adapter]
     assert found.functions <= part * stock.functions
 
 
@@ -155,7 +155,7 @@ def test_four_micro_batches_cross_nodes_once_and_call_fewer_functions_than_hsdp(
     # The last micro-batch adds its sums to the accumulated ones, and encodes these.
     gradients = {"quantize": 5 * UNITS, "dequantize_sum": 5 * UNITS}
     assert found.kernels == gradients | {"quantize_delta": RUNS, "add_delta": RUNS, "dequantize": gathers}
-    assert found.functions <= 0.75 * cost("fsdp2 HSDP x 4").functions
+    assert found.functions <= 0.66 * cost("fsdp2 HSDP x 4").functions
 
 
 # ---- on any world
@@ -233,19 +233,19 @@ def test_a_plan_takes_no_longer_for_more_gpus() -> None:
 
 MOST_ON_A_WALK = {
     "fsdp1 wrapping of a block": (152, 22, 60),
-    "fsdp1 gather": (71, 8, 24),
-    "fsdp1 gather that prefetches": (87, 9, 31),
-    "fsdp1 gradient": (72, 10, 24),
+    "fsdp1 gather": (68, 8, 24),
+    "fsdp1 gather that prefetches": (84, 9, 31),
+    "fsdp1 gradient": (70, 10, 24),
     "fsdp1 LoRA base from a file": (423, 21, 122),
-    "fsdp1 LoRA first forward": (442, 25, 177),
-    "fsdp1 exchange of local steps": (281, 18, 125),
+    "fsdp1 LoRA first forward": (433, 25, 175),
+    "fsdp1 exchange of local steps": (273, 18, 122),
     "fsdp2 wrapping of a block": (114, 22, 59),
-    "fsdp2 gather": (51, 8, 20),
-    "fsdp2 gather that prefetches": (61, 8, 24),
-    "fsdp2 gradient": (64, 11, 27),
+    "fsdp2 gather": (50, 8, 20),
+    "fsdp2 gather that prefetches": (60, 8, 24),
+    "fsdp2 gradient": (62, 11, 27),
     "fsdp2 LoRA base from a file": (423, 21, 122),
-    "fsdp2 LoRA first forward": (348, 25, 166),
-    "fsdp2 exchange of local steps": (282, 17, 107),
+    "fsdp2 LoRA first forward": (342, 25, 164),
+    "fsdp2 exchange of local steps": (277, 17, 104),
 }
 """Calls, files and changes of file, by walk."""
 

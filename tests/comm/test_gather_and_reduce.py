@@ -544,6 +544,9 @@ def test_a_model_is_sent_in_a_few_chunks_of_one_group_each(on_ranks: OnRanks) ->
             ([8] * 8, 63, 1000, [[8] * 7, [8]]),
             ([8] * 8, 0, 8, [[8]] * 8),
             ([100, 4, 4, 4], 0, 1000, [[100], [4, 4, 4]]),
+            # Units larger than the first limit: alone at both ends, together where others are sent or compute.
+            ([25] * 25, 0, 64, [[25]] * 2 + [[25, 25]] * 10 + [[25]] * 3),
+            ([8] * 40, 0, 64, [[8] * count for count in (2, 2, *[3] * 11, 2, 1)]),
         ):
             sizes = {gather_of_all().secondary: size for size in units}
             chunks = in_chunks(list(sizes.items()), least_nbytes=least, most_nbytes=most)
@@ -690,10 +693,9 @@ def test_what_all_gathers_send_is_kept_until_they_are_waited_for() -> None:
     own, gathers, works = torch.ones(4), AllGathers(), Mock()
     sent = weakref.ref(own)
     # In place of collectives on a CPU, which keep tensors themselves, as NCCL's need not.
-    with patch.multiple(
-        hops,
-        _coalescing_manager=lambda group, async_ops: nullcontext(works),
-        all_gather_single=lambda: lambda out, own, group: None,
+    with (
+        patch.object(hops, "_coalescing_manager", lambda group, async_ops: nullcontext(works)),
+        patch.object(dist, hops.ALL_GATHER, lambda out, own, group: None),
     ):
         started = gathers.add(torch.empty(8), own, Mock())
         del own

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from fsdp_zpp import Int8, Strategy, fully_shard, invalidate, traffic
-from fsdp_zpp.comm.hops import all_gather_single
+from fsdp_zpp.comm.hops import ALL_GATHER
 
 FSDP2 = Fsdp2()
 HPZ, ZEROPP = Strategy("IGG", gpus_per_node=2), Strategy.zeropp(gpus_per_node=2)
@@ -135,7 +135,7 @@ class UsersGather(AllGather):
 
         class Late(dist.Work):
             def wait(self, *args: Any) -> bool:
-                all_gather_single()(output_tensor, input_tensor.clone(), group=group)
+                getattr(dist, ALL_GATHER)(output_tensor, input_tensor.clone(), group=group)
                 return True
 
         return Late()

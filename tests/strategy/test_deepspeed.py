@@ -122,7 +122,7 @@ def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
 def test_arguments_are_instead_of_those_of_the_file(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "fsdp_zpp")
     config = {"gradient_accumulation_steps": 4, "zero_optimization": ZEROPP}
-    advice = "with 4 micro-batches, pass levels='IIG'"
+    advice = "for gradient_accumulation_steps, pass levels='IIG'"
     for changes in ({}, {"levels": "IIG", "gpus_per_node": None}, {"weights": None, "gpus_per_node": 2}):
         caplog.clear()
         assert Strategy.from_deepspeed(config, **changes) == replace(from_zero(**ZEROPP), **changes)
