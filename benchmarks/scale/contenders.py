@@ -15,7 +15,7 @@ from fsdp_zpp import Int4Delta, Strategy
 from fsdp_zpp_kernels import ops, triton as triton_backend
 from fsdp_zpp_kernels.triton import Launch
 
-WORLD, GPUS_PER_NODE, WIDTH = 16, 8, 16
+WORLD, GPUS_PER_NODE, WIDTH = 16, 8, 64  # a norm has four values a rank, as many as a tail is a multiple of
 DTYPE = torch.bfloat16
 
 
