@@ -139,8 +139,8 @@ def test_between_nodes_weights_are_encoded_and_sent_a_chunk_at_a_time(adapter: s
 def test_a_step_copies_no_more_than_hsdp_and_calls_fewer_functions_than_torchs(adapter: str, strategy: str) -> None:
     found, hsdp = cost(f"{adapter} {strategy}"), cost("fsdp2 HSDP")
     # Without codecs, torch's ops bring a gradient's chunks in the order of the hops and its sums in the dtype to send,
-    # which with codecs kernels do.
-    allowed = 2 * UNITS if strategy == "IGG" else 0
+    # which with codecs kernels do; but for small values, which one copy a unit brings.
+    allowed = 2 * UNITS if strategy == "IGG" else UNITS
     assert found.copies <= hsdp.copies + allowed
     # HSDP calls a tenth more under torch 2.13 than under 2.11, so FSDP1 is compared with itself.
     stock, part = {"fsdp1": (cost("fsdp1 FULL_SHARD"), 0.66), "fsdp2": (hsdp, 0.66)}[adapter]
