@@ -16,7 +16,7 @@ import argparse
 import hashlib
 import sys
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -86,6 +86,7 @@ def parse(given: list[str]) -> argparse.Namespace:
     return parse_configs(parser, FROZEN, given)
 
 
+@cache  # each configuration of a seed starts from the same file
 def sha256_of(base: Path) -> str:
     """Return the SHA-256 of a base's weights; exit if they were not kept."""
     if not base.exists():

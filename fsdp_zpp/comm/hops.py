@@ -149,10 +149,11 @@ logger = logging.getLogger("fsdp_zpp")
 _NOTHING = nullcontext()
 
 
-# torch 2.13 renamed all_gather_into_tensor and deprecated the old name. The function is looked up at each call, so that
-# tools that wrap torch.distributed's functions see our calls, too.
+# torch 2.13 renamed these functions and deprecated the old names. A function is looked up at each call, so that tools
+# that wrap torch.distributed's functions see our calls, too.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 """The name of torch's all-gather into one tensor, ``f(out, in, group=...)``."""
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 
 
 @dataclass
@@ -220,8 +221,7 @@ class Hop:
     def reduce_scatter(self, values: Tensor, out: Tensor, label: str) -> None:
         """Reduce by torch's own reduce-scatter into ``out``; unlike the methods above, this counts no bytes."""
         with labelled("reduce_scatter", label, self.level):
-            reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-            reduce(out, values, group=self.group)
+            getattr(dist, _REDUCE_SCATTER)(out, values, group=self.group)
 
     @cached_property
     def _takes_cpu_tensors_only(self) -> bool:

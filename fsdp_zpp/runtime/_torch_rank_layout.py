@@ -225,9 +225,10 @@ def _read_spmd_mesh(
         read = read_hsdp_mesh(strategy, mesh, dims.replicate_names, dims.shard_names)
     else:
         read = strategy, flattened(mesh, names)
-    group = flattened(mesh, names).get_group()
     # Launched node sizes may differ, so that only some ranks raise or leave the mesh to torch.
-    if read is None or agree(group, lambda: RankLayout.of(read[0], group).stock, str, "found another layout than"):
+    if read is None or agree(
+        group := read[1].get_group(), lambda: RankLayout.of(read[0], group).stock, str, "found another layout than"
+    ):
         return strategy, mesh
     arguments["dp_mesh_dims"] = replace(dims, shard=names, replicate=None)
     return read
