@@ -36,6 +36,7 @@ Level = Literal["inter", "intra"]
 # is ordered, but a kernel of another stream may still read the memory. So either the reader's stream is recorded with
 # the tensor before the last reference goes (:func:`keep_until_read`), or the stream that will write to the memory waits
 # for the reader's (:meth:`SideStream.after_current`). Neither makes the host wait.
+# Streams are asked for by a device's index, which torch takes longer to find in a ``torch.device``.
 
 
 class SideStream:
@@ -53,30 +54,30 @@ class SideStream:
             self._streams[device] = torch.cuda.Stream(device)
         stream = self._streams[device]
         # The next tensors made here may reuse memory that the readers still read.
-        for other in {torch.cuda.current_stream(device), *self._readers}:
+        for other in {torch.cuda.current_stream(device.index), *self._readers}:
             stream.wait_stream(other)
         return torch.cuda.stream(stream)
 
     def read_by_current(self) -> None:
         """Note that the current stream reads tensors that were made in the side stream."""
         for device in self._streams:
-            self._readers.add(torch.cuda.current_stream(device))
+            self._readers.add(torch.cuda.current_stream(device.index))
 
 
 def record_event(made: Tensor) -> torch.cuda.Event | None:
     """Record an event in the current stream, after ``made`` has its values; None on a CPU."""
-    return torch.cuda.current_stream(made.device).record_event() if made.is_cuda else None
+    return torch.cuda.current_stream(made.get_device()).record_event() if made.is_cuda else None
 
 
 def wait_for(event: torch.cuda.Event | None, device: torch.device) -> None:
     if event is not None:
-        torch.cuda.current_stream(device).wait_event(event)
+        torch.cuda.current_stream(device.index).wait_event(event)
 
 
 def keep_until_read(tensor: Tensor) -> Tensor:
     """Return ``tensor``; once freed, its memory is not reused before the current stream has done its work."""
     if tensor.is_cuda:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        tensor.record_stream(torch.cuda.current_stream(tensor.get_device()))
     return tensor
 
 

@@ -225,14 +225,14 @@ class StrategyGroup(FSDPParamGroup, Sharded):
         if in_forward and (previous := self.comm_ctx.all_gather_state) is not None:
             self._gather_after(previous.event)
             self.comm_ctx.all_gather_state = None
+        stream = self.device_handle.current_stream()
         with _record_if_profiled(self._with_fqn("FSDP::all_gather_copy_out")):
-            self.device_handle.current_stream().wait_event(result.all_gather_event)
+            stream.wait_event(result.all_gather_event)
             plan.fill(result.all_gather_output)
         if not self.is_unsharded:
             plan.unshard()
             self._sharded_state = ShardedState.UNSHARDED
-        copied = self.device_handle.Event()
-        copied.record()
+        copied = stream.record_event()
         # A forward keeps the output until it unshards the next group, whose gather need not wait for the copy-out.
         if in_forward:
             self.comm_ctx.all_gather_state = AllGatherState(result, copied)
