@@ -24,7 +24,6 @@ from tables import (
     TRAININGS,
     Comparison,
     Results,
-    cpu,
     gathering,
     hops,
     of_trainings,
@@ -34,13 +33,14 @@ from tables import (
 
 FOLDER = Path(__file__).parent
 CHUNK_SIZES = {"128 KiB (default)": "hops-2x2-128KiB", "512 KiB": "hops-2x2-512KiB", "1 MiB": "hops-2x2-1024KiB"}
-SINGLE = {
-    "cpu": (cpu, "cpu-1.35B-2x2"),
-    "planned": (planned, "planned-1.35B-2x2"),
-}
+PLANNED = "planned-1.35B-2x2"
 OFFLOAD = "offload-2x1"
-HOST_TIME = {"host-time-1.35B-2x1-compiled": "layers compiled: ", "host-time-1.35B-2x1-eager": ""}
-"""Runs of the table of the CPU's time, and what its headings say before a strategy (common/labels.py)."""
+HOST_TIME = {
+    "host-time-1.35B-2x1-compiled": "layers compiled: {}",
+    "host-time-1.35B-2x2-shared-compiled": "layers compiled: {}, nodes of two",
+    "host-time-1.35B-2x2-shared-eager": "{}, nodes of two",
+}
+"""Runs of the table of the CPU's time, and what its headings make of a strategy (common/labels.py)."""
 BESIDE_PEERS = ("fsdp2:full_shard", "fsdp2:hybrid_shard", "deepspeed-zeropp", "fsdp2:zeropp")
 LARGE = ("fsdp2:full_shard", "fsdp2:hybrid_shard", "deepspeed-zeropp", "fsdp2:zeropp", "fsdp2:zeropp-delta")
 LORA_MEMORY = ("fsdp2:hybrid_shard", "full_shard", "fsdp2:once-zeropp", "fsdp2:once-zeropp-nf4")
@@ -65,12 +65,13 @@ def pages(results: Results) -> dict[Path, Tables]:
     step_time = compared(results, STEP_TIME, brief=True)
     sizes = {label: results[name] for label, name in CHUNK_SIZES.items()}
     step_time["hops"] = with_origin(
-        hops(sizes, "between nodes", least=6), "step", results, CHUNK_SIZES.values(), brief=True
+        hops(sizes, "between nodes", least=20), "step", results, CHUNK_SIZES.values(), brief=True
     )
-    for table, (make, name) in SINGLE.items():
-        step_time[table] = with_origin(make(results[name]["rows"]), "step", results, [name], brief=True)
+    step_time["planned"] = with_origin(planned(results[PLANNED]["rows"]), "step", results, [PLANNED], brief=True)
     rows = [
-        row | {"strategy": kind + row["strategy"]} for name, kind in HOST_TIME.items() for row in results[name]["rows"]
+        row | {"strategy": heading.format(row["strategy"])}
+        for name, heading in HOST_TIME.items()
+        for row in results[name]["rows"]
     ]
     step_time["host-time"] = with_origin(table_of_sharding(rows), "step", results, HOST_TIME, brief=True)
     offloaded = with_origin(offload(results[OFFLOAD]["rows"]), "step", results, [OFFLOAD])
@@ -79,8 +80,10 @@ def pages(results: Results) -> dict[Path, Tables]:
         RESULTS_PAGES / "step-time-tables.md": step_time,
         RESULTS_PAGES / "lora.md": compared(results, LORA, brief=True),
         GUIDES / "accumulation.md": {"offload": offloaded},
-        GUIDES / "weights-for-rl.md": {"gathering": with_origin(gathering(results), "step", results, GATHERING)},
-        GUIDES / "one-machine-without-nvlink.md": compared(results, NO_NVLINK),
+        GUIDES / "weights-for-rl.md": {
+            "gathering": with_origin(gathering(results), "step", results, GATHERING, brief=True)
+        },
+        GUIDES / "one-machine-without-nvlink.md": compared(results, NO_NVLINK, brief=True),
         ROOT / "README.md": {"first-page": of_trainings(TRAININGS, results)},
     }
 
