@@ -6,6 +6,7 @@ tables.py says how names are made.
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -68,36 +69,39 @@ class Hadamard(Codec):
 
 
 @dataclass(frozen=True)
-class Bytewise(Codec):
-    """Symmetric blockwise integers in [-qmax, qmax], one code a byte, with the largest magnitude of a block as scale.
-
-    Stochastic rounding goes up or down at random so that the mean is right. It draws from the device's default
-    generator: ranks must be seeded differently, or their errors would not average out.
+class _CodePerByte(Codec):
+    """Blockwise codes: a chunk's payload has the fp32 scales of all blocks, then one int8 code for each value.
 
     Args:
-        block: Values that share one fp32 scale.
-        qmax: Largest code; 1 takes 2 bits, 7 takes 4.
-        stochastic: Whether rounding is stochastic, and not to nearest.
+        block: Values that share one scale.
     """
 
     block: int
-    qmax: int
-    stochastic: bool = False
 
-    def __str__(self) -> str:
-        return f"{'stochastic-' if self.stochastic else ''}int{self.qmax.bit_length() + 1}({self.block})"
+    @abstractmethod
+    def _quantize(self, blocks: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+        """Quantize blocks.
+
+        Args:
+            blocks: fp32 [chunks, blocks, block], which may share memory with the values.
+            padding: Number of zeros at the end of each chunk that complete its last block.
+
+        Returns:
+            Scales, fp32 [chunks, blocks, 1], and codes, int8 [chunks, blocks, block].
+        """
+
+    def _levels(self, codes: Tensor) -> Tensor:
+        """Return what codes stand for, in units of their blocks' scales; by default codes are integers themselves."""
+        return codes
 
     def nbytes(self, numel: int) -> int:
         padded = _padded(numel, self.block)
         return padded + padded // self.block * 4
 
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
+        numel = values.numel() // (rows * cols)
         blocks = _chunks(values, rows * cols, self.block).unflatten(1, (-1, self.block))
-        scales = blocks.abs().amax(dim=2, keepdim=True) / self.qmax
-        # A block of zeros has no scale; one that holds an infinity becomes NaN by its scale, whatever the codes.
-        unit = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).nan_to_num_()
-        unit = unit.add_(torch.rand_like(unit)).floor_() if self.stochastic else unit.round_()
-        codes = unit.clamp_(-self.qmax, self.qmax).to(torch.int8)
+        scales, codes = self._quantize(blocks, -numel % self.block)
         payload = torch.cat([scales.flatten(1).view(torch.uint8), codes.flatten(1).view(torch.uint8)], dim=1)
         return payload.view(rows, cols, -1).transpose(0, 1).reshape(rows * cols, -1)
 
@@ -109,8 +113,35 @@ class Bytewise(Codec):
         scales_end = _padded(numel, self.block) // self.block * 4
         scales = payload[..., :scales_end].contiguous().view(torch.float32)
         codes = payload[..., scales_end:].view(torch.int8).unflatten(-1, (-1, self.block))
-        sums = (codes * scales.unsqueeze(-1)).sum(dim=0).mul_(scale).flatten(1)[:, :numel]
+        sums = (self._levels(codes) * scales.unsqueeze(-1)).sum(dim=0).mul_(scale).flatten(1)[:, :numel]
         out.view(cols, rows, numel).copy_(sums.unflatten(0, (rows, cols)).transpose(0, 1))
+
+
+@dataclass(frozen=True)
+class Bytewise(_CodePerByte):
+    """Symmetric blockwise integers in [-qmax, qmax], with the largest magnitude of a block as scale.
+
+    Stochastic rounding goes up or down at random so that the mean is right. It draws from the device's default
+    generator: ranks must be seeded differently, or their errors would not average out.
+
+    Args:
+        block: Values that share one fp32 scale.
+        qmax: Largest code; 1 takes 2 bits, 7 takes 4.
+        stochastic: Whether rounding is stochastic, and not to nearest.
+    """
+
+    qmax: int
+    stochastic: bool = False
+
+    def __str__(self) -> str:
+        return f"{'stochastic-' if self.stochastic else ''}int{self.qmax.bit_length() + 1}({self.block})"
+
+    def _quantize(self, blocks: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+        scales = blocks.abs().amax(dim=2, keepdim=True) / self.qmax
+        # A block of zeros has no scale; one that holds an infinity becomes NaN by its scale, whatever the codes.
+        unit = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).nan_to_num_()
+        unit = unit.add_(torch.rand_like(unit)).floor_() if self.stochastic else unit.round_()
+        return scales, unit.clamp_(-self.qmax, self.qmax).to(torch.int8)
 
 
 def _padded(numel: int, multiple: int) -> int:
