@@ -144,6 +144,50 @@ class Bytewise(_CodePerByte):
         return scales, unit.clamp_(-self.qmax, self.qmax).to(torch.int8)
 
 
+@dataclass(frozen=True)
+class LloydMax(_CodePerByte):
+    """The eight levels that are best for normally distributed values, in units of a block's root mean square.
+
+    Levels are those of J. Max, "Quantizing for minimum distortion" (1960), table I; values go to the nearest one. None
+    is zero, so a zero decodes to the level below it, unless its whole block is zeros. A block with an infinity or a NaN
+    decodes to NaN. Squares must neither overflow nor underflow in fp32.
+
+    Args:
+        block: Values that share one fp32 scale.
+        unbiased: Whether the scale is ``<x, x> / <x, q>``, by which ``<x, decoded>`` is ``<x, x>`` (EDEN,
+            arXiv 2108.08842), and not the root mean square; q are the levels that values ``x`` go to.
+    """
+
+    unbiased: bool = False
+
+    def __str__(self) -> str:
+        return f"{'unbiased-' if self.unbiased else ''}lloyd3({self.block})"
+
+    def _quantize(self, blocks: Tensor, padding: int) -> tuple[Tensor, Tensor]:
+        norms = torch.linalg.vector_norm(blocks, dim=2, keepdim=True)
+        scales = norms / self.block**0.5
+        scales[:, -1:] *= (self.block / (self.block - padding)) ** 0.5
+        # NaN, also 0 / 0 in a block of zeros, has a code like others: the block becomes NaN or zeros by its scale.
+        codes = torch.bucketize(blocks / scales, _lloyd_max(blocks.device)[1], out_int32=True)
+        if self.unbiased:
+            products = self._levels(codes).mul_(blocks).sum(dim=2, keepdim=True)
+            scales = norms.square_() / products.clamp_min_(torch.finfo(torch.float32).tiny)
+        # No level is zero, so an infinite scale would make infinities of finite values.
+        return scales.masked_fill_(scales.isinf(), torch.nan), codes.to(torch.int8)
+
+    def _levels(self, codes: Tensor) -> Tensor:
+        # Indexing would make 64-bit indices.
+        return _lloyd_max(codes.device)[0].index_select(0, codes.int().flatten()).view(codes.shape)
+
+
+@cache
+def _lloyd_max(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return eight levels for values of variance 1, and the thresholds halfway between them."""
+    positive = torch.tensor([0.2451, 0.7560, 1.344, 2.152])
+    levels = torch.cat([-positive.flip(0), positive])
+    return levels.to(device), ((levels[1:] + levels[:-1]) / 2).to(device)
+
+
 def _padded(numel: int, multiple: int) -> int:
     return -(-numel // multiple) * multiple
 
@@ -177,12 +221,13 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "int4x2": {"gradients": Int4(2048), "intra_gradients": Int4(2048)},
     "int4c": {"gradients": Int4(2048), "intra_gradients": Int8(128)},
     "int2": {"gradients": Bytewise(128, qmax=1), "intra_gradients": Int8(128)},
+    "int3": {"gradients": LloydMax(128), "intra_gradients": Int8(128)},
 }
 NAMES = (
     "full_shard int4 int4+loco int4x2 int4x2+loco int2 int2+loco int4+loco-beta0 int4+hadamard int8 "
     "w8:full_shard w8:int4 w8:int4+loco int4x2+loco-beta0 int4x2+hadamard w8:int4+loco-beta0 w8:int4+hadamard w8:int8 "
     "int4+stochastic w8:int4x2 w8:int4x2+loco w8:int4x2+loco-beta0 int4c int4c+loco d4:int4 d4:full_shard "
-    "d2:int4 d2:full_shard"
+    "d2:int4 d2:full_shard w8:int3 w8:int3+unbiased w8:int3+hadamard"
 ).split()
 """All names of the convergence study, in the order in which they are trained, the most important first."""
 
@@ -212,6 +257,8 @@ def sharding(name: str, gpus_per_node: int) -> Sharding:
 def _encoded(family: str, change: str) -> dict[str, Any]:
     """Return the codecs of a family of the convergence study with one change."""
     codecs = _FAMILIES[family]
+    if family == "int3" and change in ("unbiased", "hadamard"):  # EDEN's scale is made for a rotated basis
+        codecs = codecs | {"gradients": LloydMax(128, unbiased=True)}
     is_coarse_inside = family == "int4x2"
     if change.startswith("loco"):
         hops = "both" if is_coarse_inside else "inter"

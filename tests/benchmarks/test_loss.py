@@ -10,16 +10,22 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from harness.benchmarks import load
 from harness.launch import ROOT, launch
 from top_k_codec import TopK
 
-from fsdp_zpp import Int4, LocalSteps, LoCo
+from fsdp_zpp import Codec, Int4, LocalSteps, LoCo
 
 configurations = load("loss", "configurations")
 tables = load("loss", "tables")
+CODECS = (
+    configurations.Bytewise(32, qmax=1),
+    configurations.LloydMax(32),
+    configurations.LloydMax(32, unbiased=True),
+)
 TINY = "--gpus-per-node 2 --hidden 32 --layers 1 --sequence 64 --batch 4 --lr 1e-2".split()
 Result = dict[str, Any]
 
@@ -73,6 +79,60 @@ def test_unknown_options_are_refused(
     assert message in capsys.readouterr().err
 
 
+# ---- codecs of the study
+
+
+def levels_of(block: np.ndarray, codec: Any) -> np.ndarray:
+    """What a block decodes to, in fp64."""
+    if not np.isfinite(block).all():
+        return np.full_like(block, np.nan)
+    if isinstance(codec, configurations.Bytewise):
+        levels, scale = np.arange(-codec.qmax, codec.qmax + 1), abs(block).max() / codec.qmax
+    else:
+        levels = np.outer([-1, 1], [0.2451, 0.7560, 1.344, 2.152]).flatten()
+        scale = math.sqrt(block @ block / len(block))
+    nearest = levels[abs(block[:, None] - scale * levels).argmin(axis=1)]
+    if getattr(codec, "unbiased", False) and scale:
+        scale = block @ block / (block @ nearest)
+    return scale * nearest
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize(("rows", "cols", "numel"), [(1, 1, 1), (2, 3, 70), (3, 1, 64), (2, 2, 301)])
+def test_values_go_to_the_nearest_levels_of_their_block(codec: Codec, rows: int, cols: int, numel: int) -> None:
+    grid = torch.randn(2, rows, cols, numel, generator=torch.Generator().manual_seed(0)) ** 3
+    grid[0, 0, 0, :32] = 0
+    grid[1, -1, -1, -1] = -torch.inf
+    payload = torch.stack([codec.encode(values.flatten(), rows, cols) for values in grid])
+    assert payload.shape == (2, rows * cols, codec.nbytes(numel))
+    chunks = grid.transpose(1, 2).reshape(-1, numel).double().numpy()
+    expected = [[levels_of(block, codec) for block in np.split(c, range(32, numel, 32))] for c in chunks]
+    expected = np.stack([np.concatenate(blocks) for blocks in expected]).reshape(2, -1)
+    for one, values in zip(payload, expected, strict=True):
+        out = torch.empty(rows * cols * numel)
+        codec.decode(one, out, 1, rows * cols)
+        np.testing.assert_allclose(out, values, rtol=1e-5)
+    np.testing.assert_allclose(codec.sums(payload, numel, 0.5), expected.mean(axis=0), rtol=1e-5, atol=1e-6)
+    # Encoded and decoded, the grid is transposed twice.
+    codec.decode_sum(payload, out, cols, rows, 0.5)
+    there = expected.mean(axis=0).reshape(cols, rows, numel).swapaxes(0, 1).flatten()
+    np.testing.assert_allclose(out, there, rtol=1e-5, atol=1e-6)
+
+
+def test_three_bits_have_the_error_of_theory_and_keep_products_if_unbiased() -> None:
+    x = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
+    decoded = []
+    for unbiased in (False, True):
+        codec = configurations.LloydMax(2**13, unbiased)
+        decoded.append(torch.empty_like(x))
+        codec.decode(codec.encode(x, 1, 1), decoded[-1], 1, 1)
+    assert (x - decoded[0]).square().mean().item() == pytest.approx(0.03454, rel=0.02)  # of Max's table
+    squares, products = (x.mul(each).view(-1, 2**13).sum(dim=1) for each in (x, decoded[1]))
+    torch.testing.assert_close(products, squares)
+    hadamard = configurations.Hadamard(configurations.LloydMax(128, unbiased=True))
+    assert configurations.sharding("w8:int3+hadamard", 1).gradients == hadamard
+
+
 # ---- compare, and convergence
 
 
@@ -110,15 +170,16 @@ def test_full_precision_sends_what_full_shard_is_said_to_send(tmp_path: Path) ->
 
 
 def test_convergence_starts_from_the_same_weights(tmp_path: Path) -> None:
-    names = "full_shard,int2,w8:int4+loco"
+    names = "full_shard,int2,w8:int3,w8:int4+loco"
     run(4, "convergence", "--worker", *tiny_study(), "--output", tmp_path, "--configs", names, "--exact-end", "0.5")
     results = results_in(tmp_path)
-    assert results.keys() == {"full_shard-seed0.json", "int2-seed0.json", "w8-int4+loco-seed0.json"}
-    full_shard, int2 = (results[f"{name}-seed0.json"]["rows"][0] for name in ("full_shard", "int2"))
-    assert full_shard["validation"][0] == int2["validation"][0]
-    assert full_shard["validation"][-1] != int2["validation"][-1]
+    assert results.keys() == {f"{name}-seed0.json" for name in ("full_shard", "int2", "w8-int3", "w8-int4+loco")}
+    full_shard, *coarse = (results[f"{name}-seed0.json"]["rows"][0] for name in ("full_shard", "int2", "w8-int3"))
     assert full_shard["exact_end"] == full_shard["validation"][-1][1]  # the same steps from the same state
-    assert int2["exact_end"] not in (int2["validation"][-1][1], full_shard["exact_end"])
+    assert full_shard["validation"][0] == coarse[0]["validation"][0]
+    for row in coarse:
+        assert full_shard["validation"][-1] != row["validation"][-1]
+        assert row["exact_end"] not in (row["validation"][-1][1], full_shard["exact_end"])
 
 
 def test_adapters_start_from_the_base_and_its_codes(tmp_path: Path) -> None:

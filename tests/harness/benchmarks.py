@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-RAW_NAME = re.compile(r"[a-z\d]:\S|[a-z]_[a-z]|\+[a-z]|\bw8|int4[a-z]|int2|momentum\d|start\d|outer\d")
+RAW_NAME = re.compile(r"[a-z\d]:\S|[a-z]_[a-z]|\+[a-z]|\bw8|int4[a-z]|int[23]|momentum\d|start\d|outer\d")
 """Signs of a configuration's name, which readers of a figure don't know."""
 
 
