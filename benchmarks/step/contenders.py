@@ -152,6 +152,25 @@ def _is_in_a_layer(module: nn.Module, name: str) -> bool:
     return all(size % 16 == 0 for size in module.weight.shape)  # as its products need it
 
 
+# ---- pairs
+
+
+class Pairs(TorchFSDP):
+    """``fully_shard`` with two layers a unit, which halves what the CPU does for units: ``fsdp2:pairs-...``."""
+
+    def _build(self) -> nn.Module:
+        model = network(self._task)
+        base, places = base_of(model), list(layer_places(model))
+        for first in range(0, len(places), 2):
+            pair = [stack[index] for stack, index in places[first : first + 2]]
+            for layer in pair:
+                self._materialize(layer, base)
+                prepare(self._task, layer)
+            self._shard(pair)
+        self._materialize(model, base)
+        return self._shard(model)
+
+
 # ---- peers
 #
 # Hybrid and quantized sharding of other libraries, each in its own way: DeepSpeed, Megatron-FSDP and bitsandbytes.
@@ -376,8 +395,9 @@ def _quantize(layer: nn.Module, device: torch.device) -> None:
 
 # ---- names
 
-EXPERTS = "fsdp2:ep2-"
-FLOAT8 = "fsdp2:float8-"
+EXPERTS, FLOAT8, PAIRS = "fsdp2:ep2-", "fsdp2:float8-", "fsdp2:pairs-"
+_KINDS = {EXPERTS: ExpertParallel, FLOAT8: Float8, PAIRS: Pairs}
+"""What builds contenders of some kinds, by what their names begin with."""
 _OTHERS = {
     each.name: each
     for each in (
@@ -400,13 +420,15 @@ def is_known(name: str) -> bool:
 
 def names() -> str:
     """Return all names, for help and errors."""
-    others = f"{EXPERTS}... for experts spread over two ranks", f"and {FLOAT8}... for layers in float8"
+    others = [f"{EXPERTS}... for experts spread over two ranks", f"{FLOAT8}... for layers in float8"]
+    others.append(f"and {PAIRS}... for two layers a unit")
     return ", ".join([*NAMES, *_OTHERS, *PEERS, *others])
 
 
 def _own_name(name: str) -> str:
     """Return a contender's name without what stands before it."""
-    return name.removeprefix(EXPERTS).removeprefix(FLOAT8).removeprefix("fsdp2:")
+    kind = next((kind for kind in _KINDS if name.startswith(kind)), "fsdp2:")
+    return name.removeprefix(kind)
 
 
 def training_under(task: Task, name: str) -> Training:
@@ -422,7 +444,7 @@ def training_under(task: Task, name: str) -> Training:
             # Graphs of earlier contenders would count toward the number that a function may have.
             torch._dynamo.reset()
         return peer(task, name)
-    make = ExpertParallel if name.startswith(EXPERTS) else Float8 if name.startswith(FLOAT8) else TorchFSDP
+    make = next((make for kind, make in _KINDS.items() if name.startswith(kind)), TorchFSDP)
     own, fsdp2 = _own_name(name), name.startswith("fsdp2:")
     found = replace(_OTHERS[own], name=name, fsdp2=fsdp2) if own in _OTHERS else contender(own, fsdp2, called=name)
     return make(task, found)
