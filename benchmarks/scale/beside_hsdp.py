@@ -2,9 +2,9 @@
 
     PYTHONHASHSEED=0 setarch -R python benchmarks/scale/beside_hsdp.py
 
-One rank of 16, in nodes of 8, runs in torch's fake process group. The model has units of nine parameters, like the
-layers of a Llama, and a root. Kernels are prepared as for a GPU and not launched. The CPU time of the model's own
-computation, measured beside without FSDP, is subtracted.
+One rank of 16, in nodes of 8, runs in torch's fake process group. The model has a root and layers of nine parameters,
+like those of a Llama; each is a unit, unless a name says otherwise. Kernels are prepared as for a GPU and not launched.
+The CPU time of the model's own computation, measured beside without FSDP, is subtracted.
 
 Each contender has a process of its own, and they make a few steps in turns, so that the machine's other work falls on
 all of them. Addresses of memory make one process 5 % faster than the next of the same contender: setarch -R gives all

@@ -26,11 +26,13 @@ class Contender(NamedTuple):
         adapter: ``"fsdp1"``, ``"fsdp2"``, or None for the model by itself.
         strategy: A strategy, or the name of one of torch's own.
         micro_batches: Forwards and backwards in a step.
+        layers: Layers in a unit.
     """
 
     adapter: str | None
     strategy: Strategy | str
     micro_batches: int = 1
+    layers: int = 1
 
 
 DELTA, DELTA_IIG = (Strategy.zeropp(levels=levels, weights=Int4Delta()) for levels in ("IGG", "IIG"))
@@ -42,6 +44,8 @@ CONTENDERS = {
     "fsdp2 IGG": Contender("fsdp2", Strategy("IGG")),
     "fsdp2 zeropp": Contender("fsdp2", Strategy.zeropp()),
     "fsdp2 delta": Contender("fsdp2", DELTA),
+    "fsdp2 HSDP, two layers a unit": Contender("fsdp2", "HSDP", layers=2),
+    "fsdp2 zeropp, two layers a unit": Contender("fsdp2", Strategy.zeropp(), layers=2),
     "fsdp1 FULL_SHARD": Contender("fsdp1", "FULL_SHARD"),
     "fsdp1 IGG": Contender("fsdp1", Strategy("IGG")),
     "fsdp1 zeropp": Contender("fsdp1", Strategy.zeropp()),
@@ -106,7 +110,10 @@ def build(contender: Contender, blocks: int) -> nn.Module:
     if contender.adapter == "fsdp2" and isinstance(contender.strategy, str):
         shape = {"HSDP": (WORLD // GPUS_PER_NODE, GPUS_PER_NODE), "FULL_SHARD": (WORLD,)}[contender.strategy]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("inter", "intra")[-len(shape) :])
-    return shard(model, list(model.blocks), contender.adapter, contender.strategy, DTYPE, mesh)
+    units: list[Any] = list(model.blocks)
+    if contender.layers > 1:
+        units = [units[first : first + contender.layers] for first in range(0, blocks, contender.layers)]
+    return shard(model, units, contender.adapter, contender.strategy, DTYPE, mesh)
 
 
 def make_step(contender: Contender, blocks: int) -> Callable[[], None]:

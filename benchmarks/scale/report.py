@@ -67,7 +67,7 @@ def beside_hsdp(rows: list[Row]) -> str:
         if not name.startswith("computation"):
             spread = f"{statistics.median(parts):.2f} ({min(parts):.2f}-{max(parts):.2f})"
             lines.append([name, f"{statistics.median(around):.0f}", spread])
-    return markdown(["contender", "us a unit and step", "of FSDP2's HSDP (range of sets)"], lines)
+    return markdown(["contender", "us a layer and step", "of FSDP2's HSDP (range of sets)"], lines)
 
 
 def loading(rows: list[Row]) -> str:

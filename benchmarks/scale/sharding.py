@@ -23,7 +23,7 @@ from fsdp_zpp import Strategy, fully_shard
 
 def shard(
     model: nn.Module,
-    units: Sequence[nn.Module],
+    units: Sequence[nn.Module | list[nn.Module]],
     adapter: str,
     strategy: Strategy | str,
     dtype: torch.dtype | None = None,
@@ -33,7 +33,7 @@ def shard(
 
     Args:
         model: Model, whose root is a unit, too.
-        units: Modules of it, all of one class.
+        units: Modules of it, all of one class; lists of them under ``fully_shard``.
         adapter: ``"fsdp1"`` or ``"fsdp2"``.
         strategy: A strategy, or the name of one of torch's own.
         dtype: Dtype of computation and reductions; None leaves that of the parameters.
