@@ -256,7 +256,6 @@ GATHERING = {
     "gathering-1x2": _NVLINK,
     "gathering-1x2-fsdp1": _NVLINK,
     "gathering-1x2-rank-0": _NVLINK,
-    "gathering-1x4": "one node of 4, NVLink, earlier version",
     "gathering-1x2-no-p2p": _NO_PEER_TO_PEER,
     "gathering-1x2-no-p2p-fsdp1": _NO_PEER_TO_PEER,
     "gathering-2x1": "two nodes of 1, sockets",
