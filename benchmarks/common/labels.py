@@ -35,6 +35,8 @@ def label(name: str) -> str:
     """
     if name.startswith(compiled := "layers compiled: "):
         return f"{label(name.removeprefix(compiled))}, compiled"
+    if name.startswith(pairs := "fsdp2:pairs-"):
+        return f"{label('fsdp2:' + name.removeprefix(pairs))}, two layers a unit"
     short = re.match("[^ ,]+", name)[0]
     more = name.removeprefix(short)
     if short in _WHOLE:

@@ -35,8 +35,6 @@ def with_copies(rows: Iterable[Row], copies: Mapping[Any, float]) -> list[Row]:
 
 def by_size(rows: Iterable[Row]) -> str:
     """Return a table with kernels down, and sizes, or the columns that rows name, across."""
-    rows = [row | {"kernel": row["kernel"].replace("dequantize + sum", "sum").replace(" +", ",")} for row in rows]
-    rows = [row for row in rows if "int8 over 8" not in row["kernel"]]  # about as fast as over 4
     return crossed(rows, {"of a copy's rate": "{kernel}"}, lambda row: row.get("column", f"{row['mib']} MiB"), rate)
 
 
@@ -57,6 +55,8 @@ def tables() -> dict[str, str]:
     rows += beside(results[DELTAS], f"{OTHERS_MIB} MiB", {f"{verb} int2 difference {end}" for verb, end in INT2})
     rows += beside(results[ON_H100], f"on an H100, {OTHERS_MIB} MiB", kernels)
     rows += beside(results[DEEPSPEED], f"DeepSpeed's, {OTHERS_MIB} MiB", kernels, "DeepSpeed: ")
+    rows = [row for row in rows if "int8 over 8" not in row["kernel"]]  # about as fast as over 4
+    rows = [row | {"kernel": row["kernel"].replace("dequantize + sum", "sum").replace(" +", ",")} for row in rows]
     return {"kernels": with_origin(by_size(rows), "kernels", results, [OWN, DELTAS, ON_H100, DEEPSPEED], brief=True)}
 
 

@@ -136,7 +136,7 @@ def _renamed(results: dict[str, Result], name: str) -> list[Result]:
 def entropy_table() -> str:
     """Return the table of what a lossless stage could save."""
     results = read(RESULTS, "entropy-cpu")
-    return with_origin(markdown(ENTROPY_HEAD, tables.entropy_rows(list(results.values()))), "loss", results, brief=True)
+    return with_origin(markdown(ENTROPY_HEAD, tables.entropy_rows(list(results.values()))), "loss", results)
 
 
 def draw() -> str:

@@ -83,7 +83,7 @@ def main() -> None:
     made_by = manifest()
     sets = [measure(names, arguments.blocks, arguments.rounds, arguments.steps) for _ in range(arguments.sets)]
     rows = [
-        {"contender": name, "us_a_unit": [round(each[name] / arguments.blocks * 1e6, 1) for each in sets]}
+        {"contender": name, "us_a_layer": [round(each[name] / arguments.blocks * 1e6, 1) for each in sets]}
         for name in names
     ]
     write(arguments.out / "beside-hsdp.json", made_by, arguments, rows)

@@ -26,13 +26,13 @@ class Contender(NamedTuple):
         adapter: ``"fsdp1"``, ``"fsdp2"``, or None for the model by itself.
         strategy: A strategy, or the name of one of torch's own.
         micro_batches: Forwards and backwards in a step.
-        layers: Layers in a unit.
+        layers_a_unit: Layers in a unit.
     """
 
     adapter: str | None
     strategy: Strategy | str
     micro_batches: int = 1
-    layers: int = 1
+    layers_a_unit: int = 1
 
 
 DELTA, DELTA_IIG = (Strategy.zeropp(levels=levels, weights=Int4Delta()) for levels in ("IGG", "IIG"))
@@ -44,8 +44,8 @@ CONTENDERS = {
     "fsdp2 IGG": Contender("fsdp2", Strategy("IGG")),
     "fsdp2 zeropp": Contender("fsdp2", Strategy.zeropp()),
     "fsdp2 delta": Contender("fsdp2", DELTA),
-    "fsdp2 HSDP, two layers a unit": Contender("fsdp2", "HSDP", layers=2),
-    "fsdp2 zeropp, two layers a unit": Contender("fsdp2", Strategy.zeropp(), layers=2),
+    "fsdp2 HSDP, two layers a unit": Contender("fsdp2", "HSDP", layers_a_unit=2),
+    "fsdp2 zeropp, two layers a unit": Contender("fsdp2", Strategy.zeropp(), layers_a_unit=2),
     "fsdp1 FULL_SHARD": Contender("fsdp1", "FULL_SHARD"),
     "fsdp1 IGG": Contender("fsdp1", Strategy("IGG")),
     "fsdp1 zeropp": Contender("fsdp1", Strategy.zeropp()),
@@ -111,8 +111,8 @@ def build(contender: Contender, blocks: int) -> nn.Module:
         shape = {"HSDP": (WORLD // GPUS_PER_NODE, GPUS_PER_NODE), "FULL_SHARD": (WORLD,)}[contender.strategy]
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("inter", "intra")[-len(shape) :])
     units: list[Any] = list(model.blocks)
-    if contender.layers > 1:
-        units = [units[first : first + contender.layers] for first in range(0, blocks, contender.layers)]
+    if contender.layers_a_unit > 1:
+        units = [units[first : first + contender.layers_a_unit] for first in range(0, blocks, contender.layers_a_unit)]
     return shard(model, units, contender.adapter, contender.strategy, DTYPE, mesh)
 
 

@@ -57,7 +57,7 @@ def by_world(rows: list[Row], blocks: int) -> dict[str, str]:
 
 def beside_hsdp(rows: list[Row]) -> str:
     """Return a table of contenders: time without the computation's, and its ratio to HSDP's, which varies by set."""
-    us = {row["contender"]: row["us_a_unit"] for row in rows}
+    us = {row["contender"]: row["us_a_layer"] for row in rows}
     lines = []
     for name, times in us.items():
         accumulates = " x 4" if name.endswith(" x 4") else ""

@@ -159,6 +159,8 @@ class Pairs(TorchFSDP):
     """``fully_shard`` with two layers a unit, which halves what the CPU does for units: ``fsdp2:pairs-...``."""
 
     def _build(self) -> nn.Module:
+        if self._contender.base is not None:
+            raise ValueError(f"{self._contender.name} wraps the model once, so no two layers are a unit")
         model = network(self._task)
         base, places = base_of(model), list(layer_places(model))
         for first in range(0, len(places), 2):
@@ -397,7 +399,7 @@ def _quantize(layer: nn.Module, device: torch.device) -> None:
 
 EXPERTS, FLOAT8, PAIRS = "fsdp2:ep2-", "fsdp2:float8-", "fsdp2:pairs-"
 _KINDS = {EXPERTS: ExpertParallel, FLOAT8: Float8, PAIRS: Pairs}
-"""What builds contenders of some kinds, by what their names begin with."""
+"""Classes that build contenders, by the prefixes of their names."""
 _OTHERS = {
     each.name: each
     for each in (
@@ -420,15 +422,21 @@ def is_known(name: str) -> bool:
 
 def names() -> str:
     """Return all names, for help and errors."""
-    others = [f"{EXPERTS}... for experts spread over two ranks", f"{FLOAT8}... for layers in float8"]
-    others.append(f"and {PAIRS}... for two layers a unit")
+    others = (
+        f"{EXPERTS}... for experts spread over two ranks",
+        f"{FLOAT8}... for layers in float8",
+        f"and {PAIRS}... for two layers a unit",
+    )
     return ", ".join([*NAMES, *_OTHERS, *PEERS, *others])
 
 
+def _prefix(name: str) -> str:
+    """Return what stands before a contender's own name, or would under ``fully_shard``."""
+    return next((prefix for prefix in _KINDS if name.startswith(prefix)), "fsdp2:")
+
+
 def _own_name(name: str) -> str:
-    """Return a contender's name without what stands before it."""
-    kind = next((kind for kind in _KINDS if name.startswith(kind)), "fsdp2:")
-    return name.removeprefix(kind)
+    return name.removeprefix(_prefix(name))
 
 
 def training_under(task: Task, name: str) -> Training:
@@ -444,7 +452,7 @@ def training_under(task: Task, name: str) -> Training:
             # Graphs of earlier contenders would count toward the number that a function may have.
             torch._dynamo.reset()
         return peer(task, name)
-    make = next((make for kind, make in _KINDS.items() if name.startswith(kind)), TorchFSDP)
+    make = _KINDS.get(_prefix(name), TorchFSDP)
     own, fsdp2 = _own_name(name), name.startswith("fsdp2:")
     found = replace(_OTHERS[own], name=name, fsdp2=fsdp2) if own in _OTHERS else contender(own, fsdp2, called=name)
     return make(task, found)

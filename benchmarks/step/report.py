@@ -28,12 +28,10 @@ from tables import (
     hops,
     of_trainings,
     offload,
-    planned,
 )
 
 FOLDER = Path(__file__).parent
-CHUNK_SIZES = {"128 KiB (default)": "hops-2x2-128KiB", "512 KiB": "hops-2x2-512KiB", "1 MiB": "hops-2x2-1024KiB"}
-PLANNED = "planned-1.35B-2x2"
+CHUNK_SIZES = {"128 KiB (default)": "hops-2x2-128KiB", "512 KiB": "hops-2x2-512KiB"}
 OFFLOAD = "offload-2x1"
 HOST_TIME = {
     "host-time-1.35B-2x1-compiled": "layers compiled: {}",
@@ -65,9 +63,8 @@ def pages(results: Results) -> dict[Path, Tables]:
     step_time = compared(results, STEP_TIME, brief=True)
     sizes = {label: results[name] for label, name in CHUNK_SIZES.items()}
     step_time["hops"] = with_origin(
-        hops(sizes, "between nodes", least=20), "step", results, CHUNK_SIZES.values(), brief=True
+        hops(sizes, "between nodes", least=6), "step", results, CHUNK_SIZES.values(), brief=True
     )
-    step_time["planned"] = with_origin(planned(results[PLANNED]["rows"]), "step", results, [PLANNED], brief=True)
     rows = [
         row | {"strategy": heading.format(row["strategy"])}
         for name, heading in HOST_TIME.items()

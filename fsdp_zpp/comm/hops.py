@@ -36,7 +36,7 @@ Level = Literal["inter", "intra"]
 # is ordered, but a kernel of another stream may still read the memory. So either the reader's stream is recorded with
 # the tensor before the last reference goes (:func:`keep_until_read`), or the stream that will write to the memory waits
 # for the reader's (:meth:`SideStream.after_current`). Neither makes the host wait.
-# Streams are asked for by a device's index, which torch takes longer to find in a ``torch.device``.
+# torch finds a stream faster by a device's index than by a ``torch.device``.
 
 
 class SideStream:
