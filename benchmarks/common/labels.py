@@ -24,6 +24,7 @@ _PARTS = {
     "int8": "int8 errors",
     "both": "both hops",
 }
+_UNITS = {"fsdp2:ends-": "embedding and head apart", "fsdp2:pairs-": "two layers a unit"}
 _BASES = {"int4": "int4 base", "nf4": "NF4 base", "": "int8 base"}
 
 
@@ -35,8 +36,9 @@ def label(name: str) -> str:
     """
     if name.startswith(compiled := "layers compiled: "):
         return f"{label(name.removeprefix(compiled))}, compiled"
-    if name.startswith(pairs := "fsdp2:pairs-"):
-        return f"{label('fsdp2:' + name.removeprefix(pairs))}, two layers a unit"
+    for prefix, units in _UNITS.items():
+        if name.startswith(prefix):
+            return f"{label('fsdp2:' + name.removeprefix(prefix))}, {units}"
     short = re.match("[^ ,]+", name)[0]
     more = name.removeprefix(short)
     if short in _WHOLE:

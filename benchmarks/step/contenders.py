@@ -152,25 +152,38 @@ def _is_in_a_layer(module: nn.Module, name: str) -> bool:
     return all(size % 16 == 0 for size in module.weight.shape)  # as its products need it
 
 
-# ---- pairs
+# ---- other units
 
 
-class Pairs(TorchFSDP):
-    """``fully_shard`` with two layers a unit, which halves what the CPU does for units: ``fsdp2:pairs-...``."""
+class Ends(TorchFSDP):
+    """``fully_shard`` with the embedding and the head as units of their own: ``fsdp2:ends-...``.
+
+    A forward then starts when it has the embedding, and the head's gradient does not wait for the end of a backward.
+    """
+
+    _layers_a_unit = 1
 
     def _build(self) -> nn.Module:
         if self._contender.base is not None:
-            raise ValueError(f"{self._contender.name} wraps the model once, so no two layers are a unit")
+            raise ValueError(f"{self._contender.name}: the whole model is one unit if its base is quantized once")
         model = network(self._task)
         base, places = base_of(model), list(layer_places(model))
-        for first in range(0, len(places), 2):
-            pair = [stack[index] for stack, index in places[first : first + 2]]
-            for layer in pair:
+        for first in range(0, len(places), self._layers_a_unit):
+            unit = [stack[index] for stack, index in places[first : first + self._layers_a_unit]]
+            for layer in unit:
                 self._materialize(layer, base)
                 prepare(self._task, layer)
-            self._shard(pair)
+            self._shard(unit if len(unit) > 1 else unit[0])
+        for end in (base.get_input_embeddings(), base.get_output_embeddings()):
+            self._shard(materialize(end, base, self._task.place))
         self._materialize(model, base)
         return self._shard(model)
+
+
+class Pairs(Ends):
+    """The same with two layers a unit, which halves what the CPU does for units: ``fsdp2:pairs-...``."""
+
+    _layers_a_unit = 2
 
 
 # ---- peers
@@ -397,8 +410,8 @@ def _quantize(layer: nn.Module, device: torch.device) -> None:
 
 # ---- names
 
-EXPERTS, FLOAT8, PAIRS = "fsdp2:ep2-", "fsdp2:float8-", "fsdp2:pairs-"
-_KINDS = {EXPERTS: ExpertParallel, FLOAT8: Float8, PAIRS: Pairs}
+EXPERTS, FLOAT8, ENDS, PAIRS = "fsdp2:ep2-", "fsdp2:float8-", "fsdp2:ends-", "fsdp2:pairs-"
+_KINDS = {EXPERTS: ExpertParallel, FLOAT8: Float8, ENDS: Ends, PAIRS: Pairs}
 """Classes that build contenders, by the prefixes of their names."""
 _OTHERS = {
     each.name: each
@@ -425,7 +438,8 @@ def names() -> str:
     others = (
         f"{EXPERTS}... for experts spread over two ranks",
         f"{FLOAT8}... for layers in float8",
-        f"and {PAIRS}... for two layers a unit",
+        f"{ENDS}... for an embedding and a head that are units of their own",
+        f"and {PAIRS}... for two layers a unit beside these",
     )
     return ", ".join([*NAMES, *_OTHERS, *PEERS, *others])
 
