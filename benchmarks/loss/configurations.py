@@ -91,7 +91,7 @@ class _CodePerByte(Codec):
         """
 
     def _levels(self, codes: Tensor) -> Tensor:
-        """Return what codes stand for, in units of their blocks' scales; by default codes are integers themselves."""
+        """Return the values of codes in units of their blocks' scales; by default codes are integers themselves."""
         return codes
 
     def nbytes(self, numel: int) -> int:
@@ -222,12 +222,13 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "int4c": {"gradients": Int4(2048), "intra_gradients": Int8(128)},
     "int2": {"gradients": Bytewise(128, qmax=1), "intra_gradients": Int8(128)},
     "int3": {"gradients": LloydMax(128), "intra_gradients": Int8(128)},
+    "int3u": {"gradients": LloydMax(128, unbiased=True), "intra_gradients": Int8(128)},
 }
 NAMES = (
     "full_shard int4 int4+loco int4x2 int4x2+loco int2 int2+loco int4+loco-beta0 int4+hadamard int8 "
     "w8:full_shard w8:int4 w8:int4+loco int4x2+loco-beta0 int4x2+hadamard w8:int4+loco-beta0 w8:int4+hadamard w8:int8 "
     "int4+stochastic w8:int4x2 w8:int4x2+loco w8:int4x2+loco-beta0 int4c int4c+loco d4:int4 d4:full_shard "
-    "d2:int4 d2:full_shard w8:int3 w8:int3+unbiased w8:int3+hadamard"
+    "d2:int4 d2:full_shard w8:int3 w8:int3u w8:int3u+hadamard"
 ).split()
 """All names of the convergence study, in the order in which they are trained, the most important first."""
 
@@ -257,8 +258,6 @@ def sharding(name: str, gpus_per_node: int) -> Sharding:
 def _encoded(family: str, change: str) -> dict[str, Any]:
     """Return the codecs of a family of the convergence study with one change."""
     codecs = _FAMILIES[family]
-    if family == "int3" and change in ("unbiased", "hadamard"):  # EDEN's scale is made for a rotated basis
-        codecs = codecs | {"gradients": LloydMax(128, unbiased=True)}
     is_coarse_inside = family == "int4x2"
     if change.startswith("loco"):
         hops = "both" if is_coarse_inside else "inter"

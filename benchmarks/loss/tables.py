@@ -2,7 +2,7 @@
 
 A name of the convergence study is ``FAMILY`` or ``FAMILY+CHANGE``; ``w8:`` before it means that weights travel as
 int8(256), ``d4:`` that their changes travel as int4(256), ``d2:`` as int2(256). Codes of ``int3`` are levels of Lloyd
-and Max, which ``int3+unbiased`` scales as EDEN does; ``int3+hadamard`` does so in a rotated basis.
+and Max, which ``int3u`` scales as EDEN does, whose scale is made for a rotated basis: ``int3u+hadamard``.
 
 A name of the study of local steps is ``localEVERY:CODEC[+loco][:CHANGE]...``, where a change is ``at-once`` (all
 fragments in the same step), ``overlapSTEPS``, ``mixSHARE``, ``outerLR``, ``momentumVALUE``, ``momentum-auto`` or

@@ -445,7 +445,7 @@ def names() -> str:
 
 
 def _prefix(name: str) -> str:
-    """Return what stands before a contender's own name, or would under ``fully_shard``."""
+    """Return the prefix of a contender's name: that of its kind, or the one for ``fully_shard``."""
     return next((prefix for prefix in _KINDS if name.startswith(prefix)), "fsdp2:")
 
 

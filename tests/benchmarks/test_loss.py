@@ -83,7 +83,7 @@ def test_unknown_options_are_refused(
 
 
 def levels_of(block: np.ndarray, codec: Any) -> np.ndarray:
-    """What a block decodes to, in fp64."""
+    """Return the values that a block decodes to, in fp64."""
     if not np.isfinite(block).all():
         return np.full_like(block, np.nan)
     if isinstance(codec, configurations.Bytewise):
@@ -130,7 +130,7 @@ def test_three_bits_have_the_error_of_theory_and_keep_products_if_unbiased() -> 
     squares, products = (x.mul(each).view(-1, 2**13).sum(dim=1) for each in (x, decoded[1]))
     torch.testing.assert_close(products, squares)
     hadamard = configurations.Hadamard(configurations.LloydMax(128, unbiased=True))
-    assert configurations.sharding("w8:int3+hadamard", 1).gradients == hadamard
+    assert configurations.sharding("w8:int3u+hadamard", 1).gradients == hadamard
 
 
 # ---- compare, and convergence
