@@ -24,16 +24,17 @@ EIGHT_NODES = "eight-nodes-h200"
 LARGER = "larger-model-h200"
 ZEROPP = {"w8:int4": "zeropp"}
 DELTAS = {"d4:int4": "zeropp with Int4Delta", "d2:int4": "zeropp with Int2Delta"}
+ROTATED = "w8:int3u+hadamard"
+THREE_BITS = {ROTATED: "zeropp, gradients in 3 bits, rotated", "w8:int3u": "the same, not rotated"}
 LOCAL = "local32:int4+loco:momentum-auto"
 SHOWN: dict[str, tuple[str, dict[str, str]]] = {
     ERROR_BARS: ("full_shard", ZEROPP),
     SECOND_TEXT: ("full_shard", DELTAS),
     EIGHT_NODES: ("full_shard", ZEROPP | DELTAS),
-    LARGER: ("full_shard", ZEROPP),
+    LARGER: ("full_shard", ZEROPP | THREE_BITS),
     "convergence-2x1-h200": (
         "full_shard",
         {
-            "w8:int4": "zeropp",
             "w8:full_shard": "weights in int8(256)",
             "int8": "gradients in int8(128)",
             "int4": "gradients in int4(128)",
@@ -71,9 +72,8 @@ REPEATS = "repeats-h200"
 """Runs of the reference of ``eight-nodes-h200`` with the same seeds again."""
 REAL_RANKS = "real-ranks-h200"
 """A run of ``larger-model-h200`` on two GPUs, in place of simulated nodes."""
-EXACT_END = "exact end"
 LLAMA = tuple(f"compare-h200-zeropp-seed{seed}" for seed in range(3))
-HEAD = ("parameters, bytes", "nodes x GPUs", "what is sent", "seeds", "above full precision, %", "by shards, %")
+HEAD = ("parameters, bytes", "nodes x GPUs", "what is sent", "seeds", "above full precision, %")
 
 ENTROPY_HEAD = (
     "sent",
@@ -110,11 +110,9 @@ def table() -> str:
     rows += tables.gap_rows(once, above_them, REPEATS)
     larger = results_of(LARGER)
     (zeropp,) = ZEROPP
-    of_zeropp = {name: result for name, result in larger.items() if result["rows"][0]["name"] == zeropp}
-    beside = [*larger.values(), *_renamed(real, REAL_RANKS), *_renamed(of_zeropp, EXACT_END)]
+    beside = [*larger.values(), *_renamed(real, REAL_RANKS)]
     rows += tables.gap_rows(beside, {REAL_RANKS: "zeropp on two GPUs, above the simulated reference"})
-    end = {EXACT_END: "zeropp whose last 5 % of steps are in full precision, above zeropp"}
-    rows += tables.gap_rows(beside, end, zeropp)
+    rows += tables.gap_rows(beside, {ROTATED: f"{THREE_BITS[ROTATED]}, above zeropp"}, zeropp)
     used |= again | real
     llama = {name: read(RESULTS, "compare-h200")[name] for name in LLAMA}
     rows += tables.compared_rows(list(llama.values()), "zeropp, a Llama, 300 steps")
@@ -122,15 +120,8 @@ def table() -> str:
 
 
 def _renamed(results: dict[str, Result], name: str) -> list[Result]:
-    """Return one-row results under another name; under that of an exact end, with its loss as the last one."""
-    renamed = []
-    for result in results.values():
-        row = result["rows"][0] | {"name": name}
-        if name == EXACT_END:
-            at, _ = row["validation"][-1]
-            row |= {"validation": [(at, row["exact_end"])], "at_shards": None}
-        renamed.append(result | {"rows": [row]})
-    return renamed
+    """Return one-row results under another name."""
+    return [result | {"rows": [result["rows"][0] | {"name": name}]} for result in results.values()]
 
 
 def entropy_table() -> str:

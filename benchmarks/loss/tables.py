@@ -190,11 +190,10 @@ class Runs:
         """Return the last validation loss."""
         return self.curve(name, seed)[-1][1]
 
-    def gaps(self, name: str, reference: str, of: Callable[[Row], float] | None = None) -> list[float]:
-        """Return by how many percent ``name`` ends above ``reference``, seed by seed; by the last loss, or ``of``."""
-        of = of or final
+    def gaps(self, name: str, reference: str) -> list[float]:
+        """Return by how many percent ``name`` ends above ``reference``, seed by seed."""
         return [
-            100 * (of(self.row(name, seed)) / of(self.row(reference, seed)) - 1) for seed in self.seeds(name, reference)
+            100 * (self.final(name, seed) / self.final(reference, seed) - 1) for seed in self.seeds(name, reference)
         ]
 
 
@@ -239,8 +238,7 @@ def gap_rows(results: Sequence[Result], shown: Mapping[str, str], reference: str
         for name in (name for name in shown if name in runs.names):
             gaps = runs.gaps(name, reference)
             first = runs.row(name, runs.seeds(name)[0])
-            exact = with_error(runs.gaps(name, reference, at_shards), "+.2f") if first.get("at_shards") else ""
-            cells = (f"{nodes}x{gpus_per_node}", shown[name], str(len(gaps)), with_error(gaps, "+.2f"), exact)
+            cells = (f"{nodes}x{gpus_per_node}", shown[name], str(len(gaps)), with_error(gaps, "+.2f"))
             rows.append((size_of(first, first["validation"][-1][0], brief=True), *cells))
     return rows
 
@@ -253,19 +251,13 @@ def compared_rows(results: Sequence[Result], words: str) -> list[tuple[str, ...]
     size = size_of(first, len(first["losses"]) * first["tokens_per_step"], brief=True)
     gpus_per_node = results[0]["arguments"]["gpus_per_node"]
     layout = f"{results[0]['manifest']['machine']['gpus'] // gpus_per_node}x{gpus_per_node}"
-    return [(size, layout, words, str(len(gaps)), with_error(gaps, "+.2f"), "")]
+    return [(size, layout, words, str(len(gaps)), with_error(gaps, "+.2f"))]
 
 
 def size_of(row: Row, tokens: float, brief: bool = False) -> str:
     """Return the size of a run's model and data, ``brief`` under a heading that has the units; a token is a byte."""
     parameters, size = f"{row['parameters'] / 1e6:.3g}", f"{tokens / 1e6:.3g}"
     return f"{parameters}M, {size}M" if brief else f"{parameters} M parameters, {size} M bytes"
-
-
-def at_shards(row: Row) -> float:
-    """Return the last validation loss with the weights of the shards."""
-    loss: float = row["at_shards"]
-    return loss
 
 
 def with_error(values: Sequence[float], form: str) -> str:

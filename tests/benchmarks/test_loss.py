@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness.benchmarks import load
+from harness.benchmarks import load, results
 from harness.launch import ROOT, launch
 from top_k_codec import TopK
 
@@ -254,10 +254,9 @@ def test_trains_on_two_nodes_what_is_not_there_yet(tmp_path: Path) -> None:
     assert at_once["validation"][1][1] != at_once["validation"][0][1]
 
 
-def record(name: str, lr: float, seed: int, loss: float, nodes: int = 2, at_shards: float | None = None) -> Result:
+def record(name: str, lr: float, seed: int, loss: float, nodes: int = 2) -> Result:
     """The result of a run, as far as tables and figures go."""
     row = {"name": name, "seed": seed, "parameters": 25.7e6, "validation": [[0, 5.0], [1000, loss]]}
-    row["at_shards"] = at_shards
     return {"arguments": {"nodes": nodes, "gpus_per_node": 1, "lr": lr}, "rows": [row]}
 
 
@@ -303,19 +302,27 @@ def test_gaps_are_between_the_best_learning_rates_on_as_many_nodes_and_the_same_
 
 
 def test_gaps_are_to_the_same_seeds_of_a_reference_that_was_trained_on_the_fewest_nodes() -> None:
-    results = [record("full_shard", 1e-3, seed, loss, at_shards=loss) for seed, loss in enumerate((1.0, 2.0, 3.0))]
-    results += [record("d4:int4", 1e-3, seed, loss, at_shards=1.01) for seed, loss in enumerate((1.01, 2.06))]
-    results += [record("d4:int4", 1e-3, 0, 1.05, nodes=8, at_shards=1.02)]
+    results = [record("full_shard", 1e-3, seed, loss) for seed, loss in enumerate((1.0, 2.0, 3.0))]
+    results += [record("d4:int4", 1e-3, seed, loss) for seed, loss in enumerate((1.01, 2.06))]
+    results += [record("d4:int4", 1e-3, 0, 1.05, nodes=8)]
     size = "25.7M, 0.001M"
     assert tables.gap_rows(results, {"d4:int4": "deltas", "int2": "not trained"}) == [
-        (size, "2x1", "deltas", "2", "+2.00 ± 1.00", "-24.25 ± 25.25"),
-        (size, "8x1", "deltas", "1", "+5.00", "+2.00"),
+        (size, "2x1", "deltas", "2", "+2.00 ± 1.00"),
+        (size, "8x1", "deltas", "1", "+5.00"),
     ]
     drawn = load("loss", "figures").error_bars_svg([(results, {"d4:int4": "Deltas"})])
     texts = "".join(re.findall(r"<text[^>]*>([^<]*)</text>", drawn))
     assert "Deltas, 2 nodes:+2.00 ± 1.00" in texts
     assert texts.count("±") == 1  # one seed has no error
     assert "Deltas, 8 nodes:+5.00" in texts
+
+
+def test_weights_of_shards_have_the_losses_of_decoded_ones() -> None:
+    """The page gives one loss for both."""
+    rows = [row for study, _, result in results() if "loss" in study.parts for row in result["rows"]]
+    shards = {row["at_shards"] / row["validation"][-1][1] - 1 for row in rows if row.get("at_shards")}
+    assert len(shards) > 30
+    assert max(map(abs, shards)) < 0.0002
 
 
 # ---- entropy of what is sent
