@@ -25,18 +25,15 @@ from tables import (
     Comparison,
     Results,
     gathering,
-    hops,
     of_trainings,
     offload,
 )
 
 FOLDER = Path(__file__).parent
-CHUNK_SIZES = {"128 KiB (default)": "hops-2x2-128KiB", "512 KiB": "hops-2x2-512KiB"}
 OFFLOAD = "offload-2x1"
 HOST_TIME = {
-    "host-time-1.35B-2x1-compiled": "layers compiled: {}",
-    "host-time-1.35B-2x2-shared-compiled": "layers compiled: {}, nodes of two",
-    "host-time-1.35B-2x2-shared-eager": "{}, nodes of two",
+    "host-time-1.35B-2x1-compiled": "{}",
+    "host-time-1.35B-2x2-shared-compiled": "{}, nodes of two",
 }
 """Runs of the table of the CPU's time, and what its headings make of a strategy (common/labels.py)."""
 BESIDE_PEERS = ("fsdp2:full_shard", "fsdp2:hybrid_shard", "deepspeed-zeropp", "fsdp2:zeropp")
@@ -61,10 +58,6 @@ def compared(results: Results, comparisons: dict[str, Comparison], brief: bool =
 def pages(results: Results) -> dict[Path, Tables]:
     """Return all tables, by page and name."""
     step_time = compared(results, STEP_TIME, brief=True)
-    sizes = {label: results[name] for label, name in CHUNK_SIZES.items()}
-    step_time["hops"] = with_origin(
-        hops(sizes, "between nodes", least=6), "step", results, CHUNK_SIZES.values(), brief=True
-    )
     rows = [
         row | {"strategy": heading.format(row["strategy"])}
         for name, heading in HOST_TIME.items()

@@ -62,8 +62,7 @@ def summary(rows: list[Row]) -> str:
 # ---- runs side by side, and the columns of each
 
 HSDP = "fsdp2:hybrid_shard"
-WHOLE = (STEP, AGAINST_FULL_SHARD, AGAINST_HSDP, PEAK, HOST, BETWEEN_NODES)
-DELTAS = ("zeropp-delta", "fsdp2:zeropp-delta")
+WHOLE = (STEP, AGAINST_FULL_SHARD, AGAINST_HSDP, PEAK, HOST)
 ZEROPP_KINDS = ("fsdp2:zeropp", "fsdp2:zeropp-delta")
 Results = dict[str, Result]
 
@@ -128,17 +127,20 @@ NO_PEER_TO_PEER = {
     "6.7B, checkpointing, 2": "6.7B-2x1-no-p2p-checkpointing",
     "6.7B, 4": "6.7B-1x4-no-p2p",
     "1.35B, 2": "1.35B-2x1-no-p2p",
-    "1.35B, compiled, 2": "1.35B-2x1-no-p2p-compiled-new",
-    "1.35B, compiled, 2, slower CPU": "1.35B-2x1-no-p2p-compiled-slower-CPU",
     "1.35B, 4": "1.35B-1x4-no-p2p",
 }
 """Runs on one host whose GPUs copy through its memory."""
 PEERS = ("megatron-hfsdp", "deepspeed-zeropp")
 FOUR = "1.35B-2x2-four-micro-batches"
 STEP_TIME = {
-    "eager": one("1.35B-2x2-eager", *WHOLE),
-    "compiled": one("1.35B-2x2-compiled", *WHOLE),
-    "large": Comparison({"eager": "6.7B-2x2", "compiled": "6.7B-2x2-compiled"}, WHOLE, below="layers"),
+    "eager": one("1.35B-2x2-eager", *WHOLE, only=("fsdp2:full_shard", HSDP, *ZEROPP_KINDS, *PEERS)),
+    "compiled": one("1.35B-2x2-compiled", *WHOLE, only=("full_shard", HSDP, *ZEROPP_KINDS, *PEERS)),
+    "large": Comparison(
+        {"eager": "6.7B-2x2", "compiled": "6.7B-2x2-compiled"},
+        WHOLE,
+        ("fsdp2:full_shard", HSDP, *ZEROPP_KINDS, *PEERS),
+        below="layers",
+    ),
     "mixtures": Comparison(
         MIXTURES, (STEP, AGAINST_FULL_SHARD, AGAINST_HSDP, PEAK, BETWEEN_NODES), below="nodes x GPUs, link"
     ),
@@ -159,10 +161,9 @@ STEP_TIME = {
         {
             "eager": f"{FOUR}-eager",
             "eager, second": f"{FOUR}-deepspeed",
-            "compiled": f"{FOUR}-compiled",
             "compiled, nodes of one": "1.35B-2x1-four-micro-batches-compiled",
         },
-        (STEP, AGAINST_FULL_SHARD, AGAINST_HSDP, PEAK),
+        (STEP, AGAINST_HSDP, PEAK),
         ("zeropp-IIG", *(f"{kind}-IIG" for kind in ZEROPP_KINDS), HSDP, "fsdp2:full_shard", "full_shard", *PEERS),
         below="layers, machine",
     ),
@@ -176,25 +177,28 @@ STEP_TIME = {
         {
             "sockets": "1.35B-2x1-compiled",
             "NVLink": ("1.35B-2x1-fast-compiled", "1.35B-2x1-fast-compiled-again"),
-            "NVLink, before": "1.35B-2x1-fast-compiled-before",
             "NVLink, eager": ("1.35B-2x1-fast-eager", "1.35B-2x1-fast-eager-again"),
-            "NVLink, eager, before": "1.35B-2x1-fast-eager-before",
         },
         (STEP, HOST),
         below="link",
     ),
-    "one-node-of-four": Comparison({"1.35B": "1.35B-1x4", "6.7B": "6.7B-1x4"}, (STEP, PEAK, HOST), below="model"),
-    "fast": Comparison(
+    "two-layers": Comparison(
         {
-            "one node": "1.35B-1x2-in-turn",
-            "two nodes": "1.35B-2x1-fast",
+            "NVLink": "1.35B-2x1-fast-compiled-pairs",
+            "no peer-to-peer": "1.35B-2x1-no-p2p-compiled-pairs",
+            "sockets": "1.35B-2x1-compiled-pairs",
+            "nodes of two": "1.35B-2x2-shared-compiled-pairs",
         },
-        (PAIRED,),
+        (STEP, HOST),
+        (
+            *("fsdp2:full_shard", HSDP, *ZEROPP_KINDS, "fsdp2:ends-zeropp", "fsdp2:ends-zeropp-delta"),
+            *(f"fsdp2:pairs-{kind}" for kind in ("full_shard", "hybrid_shard", "zeropp", "zeropp-delta")),
+        ),
+        below="link",
     ),
     "shared-nodes-of-four": one("1.35B-2x4-shared", STEP, AGAINST_FULL_SHARD, AGAINST_HSDP, PEAK),
     "slow-links": Comparison(
         {
-            "none: one rank alone": ("1.35B-1x1-free-running", "1.35B-1x1-free-running-first"),
             "10 Gbit/s": "1.35B-2x1-shared-10-gbps",
             "1 Gbit/s": "1.35B-2x1-shared-1-gbps",
             "1 Gbit/s, first step": "1.35B-2x1-shared-1-gbps-hsdp",
@@ -202,19 +206,12 @@ STEP_TIME = {
         (MEDIAN, PEAK, BETWEEN_NODES),
         below="link",
     ),
-    "loco": Comparison(
-        {"first": "1.35B-2x2-loco", "second": "1.35B-2x2-loco-and-IIG"},
-        (STEP, PEAK),
-        ("zeropp", "fsdp2:zeropp-IIG", "fsdp2:loco", "loco", "loco-int8", "loco-both"),
-        below="machine",
-    ),
 }
 """By the names of the tables in docs/results/step-time-tables.md."""
 NO_NVLINK = {
     "no-peer-to-peer": Comparison(
-        {name: NO_PEER_TO_PEER[name] for name in ("6.7B, 2", "6.7B, 4", "1.35B, 2")}
-        | {name: run for name, run in NO_PEER_TO_PEER.items() if "compiled" in name}
-        | {"mixture, 2.6B, 2": "moe-2.6B-2x1-no-p2p"},
+        {name: NO_PEER_TO_PEER[name] for name in ("6.7B, 2", "6.7B, 4")}
+        | {"1.35B, compiled, 2": "1.35B-2x1-no-p2p-compiled-new"},
         (STEP, AGAINST_FULL_SHARD, PEAK),
         ("fsdp2:full_shard", *(f"fsdp2:zeropp{kind}" for kind in ("", "-delta", "-GGG", "-alone", "-delta-alone"))),
         below="model, GPUs",
@@ -233,7 +230,12 @@ LORA = {
         below="machine",
     ),
     "lora-70B": Comparison({"two of 2": "lora-70B-2x2", "one of 2": "lora-70B-1x2-qlora"}, (STEP, PEAK), below="nodes"),
-    "lora-nodes-of-one": one("lora-6.7B-2x1", STEP, PEAK, only=(HSDP, _INT8, "fsdp2:mixzpp")),
+    "lora-nodes-of-one": Comparison(
+        {"6.7B": "lora-6.7B-2x1", "1.35B, compiled": "lora-1.35B-2x1-compiled"},
+        (STEP, PEAK, HOST),
+        (HSDP, _INT8, "fsdp2:mixzpp"),
+        below="model",
+    ),
     "qlora-in-turn": Comparison(
         {"NVLink": "lora-6.7B-1x2-qlora-in-turn", "no peer-to-peer": "lora-6.7B-1x2-no-p2p-qlora-in-turn"},
         (STEP, PAIRED),
