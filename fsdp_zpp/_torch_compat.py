@@ -7,15 +7,17 @@ name would let training start, then fail or silently compute something else.
 from __future__ import annotations
 
 import dis
+import functools
 import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 SUPPORTED = ((2, 11), (2, 15))
+_MADE_BY = "_fsdp_zpp_made_by"
 
 
 def major_minor(version: str) -> tuple[int, int]:
@@ -28,14 +30,29 @@ class Patch(NamedTuple):
     """A function of torch that an adapter replaces when the adapter is imported, for the rest of the process.
 
     Attributes:
-        replaced: The function's full name without ``torch.distributed.fsdp.``.
+        replaced: The function's full name.
         reason: The reason for the replacement; torch has no hook for it.
-        apply: Replaces the function with one that calls the original and does more.
+        make: Makes the replacement, which calls the original and does more, from the original.
     """
 
     replaced: str
     reason: str
-    apply: Callable[[], None]
+    make: Callable[[Any], Callable[..., Any]]
+
+    def apply(self) -> None:
+        owner, _, name = self.replaced.rpartition(".")
+        replace_function(_resolve(owner), name, self.make)
+
+
+def replace_function(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    """Replace a function of a module or class by ``make(function)``; do nothing if ``make`` made that function."""
+    original = getattr(owner, name)
+    if getattr(original, _MADE_BY, None) is make:
+        return
+    replacement = functools.wraps(original)(make(original))
+    setattr(replacement, _MADE_BY, make)
+    is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+    setattr(owner, name, staticmethod(replacement) if is_static else replacement)
 
 
 class Needed(NamedTuple):

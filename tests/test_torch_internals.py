@@ -17,6 +17,8 @@ from torch.distributed.fsdp import _init_utils
 
 import fsdp_zpp
 from fsdp_zpp._torch_compat import NEEDED, Needed, check_torch, major_minor, missing_names
+from fsdp_zpp.fsdp1.wrapping import PATCHES as FSDP1_PATCHES
+from fsdp_zpp.fsdp2.fully_shard import PATCHES as FSDP2_PATCHES
 
 PACKAGE = Path(fsdp_zpp.__file__).parent
 HERE = "test_torch_internals"
@@ -76,6 +78,8 @@ def test_the_table_lists_the_internals_that_files_use_once_each() -> None:
     # comm/ has private names in files that also do other things; see the page.
     checked = [tree for path, tree in trees.items() if path.name.startswith("_torch") or path.parent.name == "comm"]
     private = {name for tree in checked for name in _private_names(tree)}
+    replaced = {name for patch in (*FSDP1_PATCHES, *FSDP2_PATCHES) for name in patch.replaced.split(".")}
+    private |= set(filter(_is_private, replaced))
     missing = private - listed - {name for row in NEEDED for name in row.owner.split(".")} - _own_names()
     assert not {name: _owners_of(name) for name in missing}, "add them to a row of their owner in _torch_compat.py"
     used = {name for tree in trees.values() for name in _used_names(tree)}
@@ -118,7 +122,7 @@ def _used_names(tree: ast.AST) -> Iterator[str]:
                 targets = (each for part in body if isinstance(part, ast.Assign) for each in part.targets)
                 yield from (each.id for each in targets if isinstance(each, ast.Name))
             case ast.Constant(value=str(name)):
-                yield name
+                yield name.rpartition(".")[2] if _is_of_torch(name) else name
 
 
 def _private_names(tree: ast.AST) -> list[str]:
@@ -127,7 +131,16 @@ def _private_names(tree: ast.AST) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             names += [*(alias.name for alias in node.names), *(node.module or "").split(".")]
-    return [name for name in names if name.startswith("_") and not name.startswith("__")]
+    return list(filter(_is_private, names))
+
+
+def _is_of_torch(name: str) -> bool:
+    """Return whether a string is the full name of a function of torch, as in PATCHES."""
+    return re.fullmatch(r"torch(\.\w+)+", name) is not None
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
 
 
 @functools.cache

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+from fsdp_zpp._torch_compat import replace_function
 from fsdp_zpp.comm.agreement import agree, from_first_rank
 from fsdp_zpp.comm.mesh import collective_device
 from fsdp_zpp.names import how_to_install, model_name, original_path, parameter_name
@@ -56,7 +57,6 @@ _LOOKING_AT_PARAMETERS = (
     ("peft.tuners.tuners_utils", "BaseTuner", "inject_adapter"),
 )
 _COMPUTING_WITH_PARAMETER = ("peft.tuners.lora.layer", "ParamWrapper", "_activate_lora")
-_MARK = "_fsdp_zpp_shows_frozen"
 
 
 def show_to_peft() -> None:
@@ -68,6 +68,11 @@ def show_to_peft() -> None:
         importlib.import_module("peft")
     except ImportError:
         return
+    _patch_peft()
+
+
+@functools.cache
+def _patch_peft() -> None:
     for module, cls, method in _LOOKING_AT_PARAMETERS:
         _wrap(module, cls, method, _with_parameters_shown)
     _wrap(*_COMPUTING_WITH_PARAMETER, _with_stand_in)
@@ -91,14 +96,10 @@ def refuse_lost_ties(model: nn.Module) -> None:
 
 def _wrap(module: str, cls: str, method: str, how: Callable[..., Callable[..., object]]) -> None:
     owner = getattr(importlib.import_module(module), cls, None)
-    original = getattr(owner, method, None)
-    if original is None:
+    if not hasattr(owner, method):
         logger.warning("this version of peft has no %s.%s; add adapters before you quantize the base", cls, method)
-    # Patch only once: this function runs for every base.
-    elif not hasattr(original, _MARK):
-        wrapped = functools.wraps(original)(how(original))
-        setattr(wrapped, _MARK, True)
-        setattr(owner, method, wrapped)
+    else:
+        replace_function(owner, method, how)
 
 
 def _with_parameters_shown(original: Callable[..., object]) -> Callable[..., object]:

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     ShardingStrategy,
     _init_utils,
-    _optim_utils,
     _runtime_utils as runtime,
     fully_sharded_data_parallel as _wrapper,
 )
@@ -134,9 +133,8 @@ _TAKEN_OUT: weakref.WeakSet[FullyShardedDataParallel] = weakref.WeakSet()
 """The inner instances that :func:`frozen_apart` has made."""
 
 
-def summon_frozen_too() -> None:
-    """Make ``summon_full_params(recurse=False)`` also summon the frozen parameters in the inner instance."""
-    original: Any = _wrapper._unshard_params
+def summon_frozen_too(original: Any) -> Callable[..., Any]:
+    """Have ``summon_full_params(recurse=False)`` also summon the frozen parameters in the inner instance."""
 
     @contextmanager
     def unshard_params(module: nn.Module, recurse: bool, *args: object, **kwargs: object) -> Iterator[None]:
@@ -147,20 +145,18 @@ def summon_frozen_too() -> None:
                 stack.enter_context(original(frozen_unit, recurse, *args, **kwargs))
             yield
 
-    _wrapper._unshard_params = unshard_params
+    return unshard_params
 
 
 def intercept_construction(
-    around: Callable[[Callable[[], None], FullyShardedDataParallel, dict[str, Any]], None],
-) -> None:
-    """From now on, call ``around(construct, module, arguments)`` in place of FSDP's constructor.
+    around: Callable[[Callable[[], None], FullyShardedDataParallel, dict[str, Any]], None], original: Any
+) -> Callable[..., None]:
+    """Return a function that calls ``around(construct, module, arguments)`` in place of FSDP's constructor.
 
     ``construct()`` runs FSDP's constructor with ``arguments``. ``around`` may change the arguments first.
     """
-    original = FullyShardedDataParallel.__init__
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def init(self: FullyShardedDataParallel, *args: Any, **kwargs: Any) -> None:
         try:
             bound = signature.bind(self, *args, **kwargs)
@@ -170,84 +166,76 @@ def intercept_construction(
         bound.apply_defaults()
         around(lambda: original(*bound.args, **bound.kwargs), self, bound.arguments)
 
-    FullyShardedDataParallel.__init__ = init  # type: ignore[method-assign]
+    return init
 
 
 def intercept_hook_registration(
-    before: Callable[[FullyShardedDataParallel, object], dict[FullyShardedDataParallel, object]],
-) -> None:
+    before: Callable[[FullyShardedDataParallel, object], dict[FullyShardedDataParallel, object]], original: Any
+) -> Callable[..., None]:
     """Call ``before(model, state)`` before each ``register_comm_hook``; then give instances the states it returns."""
-    original = FullyShardedDataParallel.register_comm_hook
 
-    @functools.wraps(original)
     def register_comm_hook(self: FullyShardedDataParallel, state: object, hook: Callable[..., object]) -> None:
         own_states = before(self, state)
         original(self, state, hook)
         for instance, own_state in own_states.items():
             instance._comm_hook_state = own_state
 
-    FullyShardedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
+    return register_comm_hook
 
 
-def on_lazy_init(callback: Callable[[nn.Module], None]) -> None:
+def on_lazy_init(callback: Callable[[nn.Module], None], original: Any) -> Callable[..., None]:
     """Run ``callback(root)`` once for each root, during FSDP's lazy initialization of the root."""
-    original = runtime._share_state_and_init_handle_attrs
 
-    @functools.wraps(original)
     def share_state_and_init_handle_attrs(root_state: FullyShardedDataParallel, root_module: nn.Module) -> None:
         original(root_state, root_module)
         callback(root_module)
 
-    runtime._share_state_and_init_handle_attrs = share_state_and_init_handle_attrs
+    return share_state_and_init_handle_attrs
 
 
 def around_moves(
-    before: Callable[[FullyShardedDataParallel], None], after: Callable[[FullyShardedDataParallel], None]
-) -> None:
+    before: Callable[[FullyShardedDataParallel], None], after: Callable[[FullyShardedDataParallel], None], original: Any
+) -> Callable[..., FullyShardedDataParallel]:
     """Call ``before(instance)`` and ``after(instance)`` around each move or cast, such as ``to()`` or ``half()``."""
-    # All moves and casts go through _apply, module by module.
-    original = FullyShardedDataParallel._apply
 
-    @functools.wraps(original)
+    # All moves and casts go through _apply, module by module.
     def _apply(self: FullyShardedDataParallel, *args: object, **kwargs: object) -> FullyShardedDataParallel:
         before(self)
-        moved = original(self, *args, **kwargs)
+        moved: FullyShardedDataParallel = original(self, *args, **kwargs)
         after(self)
         return moved
 
-    FullyShardedDataParallel._apply = _apply  # type: ignore[method-assign,assignment]
+    return _apply
 
 
-def save_optimizer_states_in_any_group() -> None:
-    """Make FSDP gather the keys of optimizer states in groups without global rank 0."""
+def save_optimizer_states_in_any_group(original: Any) -> Callable[..., object]:
+    """Have FSDP gather the keys of optimizer states in groups without global rank 0."""
+
     # FSDP broadcasts the keys from global rank 0. If a model is sharded inside nodes, only one node has this rank.
-    original: Any = _optim_utils._map_param_key_to_optim_keys
-
-    @functools.wraps(original)
     def map_param_key_to_optim_keys(
         optim_state_dict: dict[str, object], group: dist.ProcessGroup | None, *args: object, merge_keys: bool = False
     ) -> object:
         elsewhere = group is not None and dist.get_process_group_ranks(group)[0] != 0
         return original(optim_state_dict, group, *args, merge_keys=merge_keys or elsewhere)
 
-    _optim_utils._map_param_key_to_optim_keys = map_param_key_to_optim_keys  # type: ignore[assignment]
+    return map_param_key_to_optim_keys
 
 
-def load_optimizer_states_over(ranks_of: Callable[[nn.Module], dist.ProcessGroup | None]) -> None:
+def load_optimizer_states_over(
+    ranks_of: Callable[[nn.Module], dist.ProcessGroup | None], original: Any
+) -> Callable[..., object]:
     """If only rank 0 loads optimizer states, have FSDP send them over ``ranks_of(model)``; None keeps FSDP's group."""
     # FSDP sends them over the group of the shards. If a model is sharded inside nodes, this group is one node.
-    original = FullyShardedDataParallel._optim_state_dict_to_load_impl
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
-    def optim_state_dict_to_load_impl(*args: object, **kwargs: object) -> dict[str, object]:
+    def optim_state_dict_to_load_impl(*args: object, **kwargs: object) -> object:
         bound = signature.bind(*args, **kwargs)
         ranks = ranks_of(bound.arguments["model"]) if bound.arguments.get("rank0_only") else None
         if ranks is not None:
             bound.arguments["group"] = ranks
         return original(*bound.args, **bound.kwargs)
 
-    FullyShardedDataParallel._optim_state_dict_to_load_impl = staticmethod(optim_state_dict_to_load_impl)  # type: ignore[method-assign]
+    return optim_state_dict_to_load_impl
 
 
 # ---- compile
@@ -677,13 +665,11 @@ def _note_use(used: set[int], is_padding: Sequence[bool], gradients: tuple[Tenso
     used.update(place for place, gradient in enumerate(of_parameters) if gradient is not None)
 
 
-def shard_gradients_in_constant_time() -> None:
+def shard_gradients_in_constant_time(original: Any) -> Callable[..., Any]:
     """Compute the size of a gradient's shard directly, where torch makes a view for every rank to find the size."""
-    # On a thousand ranks, making the views takes longer than the rest of a unit's backward.
-    original = runtime._get_reduce_scatter_tensors
 
-    @functools.wraps(original)
-    def get_reduce_scatter_tensors(state: FullyShardedDataParallel, unsharded_grad: Tensor) -> tuple[Tensor, Tensor]:
+    # On a thousand ranks, making the views takes longer than the rest of a unit's backward.
+    def get_reduce_scatter_tensors(state: FullyShardedDataParallel, unsharded_grad: Tensor) -> Any:
         if not isinstance(state._comm_hook_state, HandleGradients):
             return original(state, unsharded_grad)
         numel = unsharded_grad.numel()
@@ -692,4 +678,4 @@ def shard_gradients_in_constant_time() -> None:
         padded = F.pad(unsharded_grad, [0, padding]) if padding else unsharded_grad
         return padded, unsharded_grad.new_empty(of_shard)
 
-    runtime._get_reduce_scatter_tensors = get_reduce_scatter_tensors
+    return get_reduce_scatter_tensors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -13,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
     _runtime_utils as runtime,
-    _unshard_param_utils as unshard_param_utils,
 )
 from torch.distributed.fsdp._common_utils import _no_dispatch_record_stream as no_dispatch_record_stream
 from torch.distributed.fsdp._flat_param import FlatParamHandle, HandleTrainingState
 
+from fsdp_zpp._torch_compat import replace_function
 from fsdp_zpp.comm.agreement import all_reduce_flags
 from fsdp_zpp.comm.flat_layout import FlatLayout, Sharded
 from fsdp_zpp.comm.gradient_reduce import StepWatch
@@ -378,16 +377,13 @@ def disable_prefetch_unless_sharded(root: nn.Module) -> None:
             each.forward_prefetch = False
 
 
-def announce_writebacks() -> None:
-    original = unshard_param_utils._writeback_to_local_shard
-
-    @functools.wraps(original)
+def announce_writebacks(original: Any) -> Callable[..., None]:
     def writeback_to_local_shard(handle: FlatParamHandle, writeback_grad: bool) -> None:
         original(handle, writeback_grad)
         if isinstance(handle, StrategyHandle):
             handle.written_back()
 
-    unshard_param_utils._writeback_to_local_shard = writeback_to_local_shard
+    return writeback_to_local_shard
 
 
 # ---- backward
@@ -402,7 +398,8 @@ class HandleBackwardWatch(StepWatch):
         self._handles = [each._handle for each in self._instances if isinstance(each._handle, StrategyHandle)]
         super().__init__([handle.gradients for handle in self._handles], on_backward_end)
         if any(handle._offload_params for handle in self._handles):
-            step_on_arrival()  # only if needed: it adds a call to the backward of each unit
+            # Only if needed: it adds a call to the backward of each unit.
+            replace_function(runtime, "_post_reduce_grad_callback", step_on_arrival)
 
     def reduce_in_two_streams(self) -> None:
         """Have every other unit reduce in a second stream, concurrently with inter-node hops in the first."""
@@ -493,10 +490,7 @@ def watch_backwards(root: nn.Module, on_backward_end: Callable[[bool], None]) ->
     return watch
 
 
-def hear_of_backwards() -> None:
-    original = runtime._post_backward_final_callback
-
-    @functools.wraps(original)
+def hear_of_backwards(original: Any) -> Callable[..., None]:
     def post_backward_final_callback(state: FullyShardedDataParallel, module: nn.Module) -> None:
         watch: HandleBackwardWatch | None = vars(module).get(_WATCH)
         if watch is None:
@@ -508,14 +502,12 @@ def hear_of_backwards() -> None:
         original(state, module)
         watch.end(state._sync_gradients)
 
-    runtime._post_backward_final_callback = post_backward_final_callback
+    return post_backward_final_callback
 
 
-def reduce_in_every_backward() -> None:
+def reduce_in_every_backward(hook: Any) -> Callable[..., None]:
     """Have units with a strategy reduce in every backward, even inside no_sync, if their scopes require it."""
-    hook = runtime._post_backward_hook
 
-    @functools.wraps(hook)
     def post_backward_hook(state: FullyShardedDataParallel, handle: FlatParamHandle, *args: object) -> None:
         if not isinstance(handle, StrategyHandle):
             hook(state, handle, *args)
@@ -534,7 +526,7 @@ def reduce_in_every_backward() -> None:
         if gradients.reduces_early and handle.flat_param.grad is not None:
             gradients.micro_batch_ended()
 
-    runtime._post_backward_hook = post_backward_hook
+    return post_backward_hook
 
 
 # ---- offload
@@ -543,12 +535,7 @@ def reduce_in_every_backward() -> None:
 # step. Here, the backward goes on, and the optimizer steps once the copy has arrived: see comm/gradient_reduce.py.
 
 
-def step_on_arrival() -> None:
-    original = runtime._post_reduce_grad_callback
-    if hasattr(original, "__wrapped__"):  # replaced before
-        return
-
-    @functools.wraps(original)
+def step_on_arrival(original: Any) -> Callable[..., None]:
     def post_reduce_grad_callback(
         state: FullyShardedDataParallel, handle: FlatParamHandle, grad_to_offload: Tensor
     ) -> None:
@@ -567,4 +554,4 @@ def step_on_arrival() -> None:
         step = partial(runtime._post_backward_use_sharded_grad_views, handle)
         handle.gradients.watch.arriving.step_on_arrival(event, step)
 
-    runtime._post_reduce_grad_callback = post_reduce_grad_callback
+    return post_reduce_grad_callback

@@ -595,59 +595,59 @@ def _adopt_hook_state(model: FullyShardedDataParallel, state: object) -> dict[Fu
 
 PATCHES = (
     Patch(
-        "FullyShardedDataParallel.__init__",
+        "torch.distributed.fsdp.FullyShardedDataParallel.__init__",
         "a Strategy is taken for a sharding_strategy",
-        lambda: _torch_flat_parameter.intercept_construction(_construct),
+        functools.partial(_torch_flat_parameter.intercept_construction, _construct),
     ),
     Patch(
-        "FullyShardedDataParallel.register_comm_hook",
+        "torch.distributed.fsdp.FullyShardedDataParallel.register_comm_hook",
         "each unit gets a QuantizedReduceState of its own",
-        lambda: _torch_flat_parameter.intercept_hook_registration(_adopt_hook_state),
+        functools.partial(_torch_flat_parameter.intercept_hook_registration, _adopt_hook_state),
     ),
     Patch(
-        "_runtime_utils._share_state_and_init_handle_attrs",
+        "torch.distributed.fsdp._runtime_utils._share_state_and_init_handle_attrs",
         "the root becomes known, and with it all units of the model and the order in which they reduce",
-        lambda: _torch_flat_parameter.on_lazy_init(_on_lazy_init),
+        functools.partial(_torch_flat_parameter.on_lazy_init, _on_lazy_init),
     ),
     Patch(
-        "_runtime_utils._post_backward_hook",
+        "torch.distributed.fsdp._runtime_utils._post_backward_hook",
         "micro-batches that are not the last reduce as far as the gradient scope says",
         _torch_handle.reduce_in_every_backward,
     ),
     Patch(
-        "_runtime_utils._get_reduce_scatter_tensors",
+        "torch.distributed.fsdp._runtime_utils._get_reduce_scatter_tensors",
         "torch makes a view for every rank to find the size of a shard",
         _torch_flat_parameter.shard_gradients_in_constant_time,
     ),
     Patch(
-        "_runtime_utils._post_backward_final_callback",
+        "torch.distributed.fsdp._runtime_utils._post_backward_final_callback",
         "a backward ends: if it synchronizes gradients, weights will change",
         _torch_handle.hear_of_backwards,
     ),
     Patch(
-        "_unshard_param_utils._writeback_to_local_shard",
+        "torch.distributed.fsdp._unshard_param_utils._writeback_to_local_shard",
         "weights change by summon_full_params(writeback=True) and load_state_dict",
         _torch_handle.announce_writebacks,
     ),
     Patch(
-        "FullyShardedDataParallel._apply",
+        "torch.distributed.fsdp.FullyShardedDataParallel._apply",
         "a move or cast of the model reaches the shard, and what was gathered of it is stale",
-        lambda: _torch_flat_parameter.around_moves(_before_move, _after_move),
+        functools.partial(_torch_flat_parameter.around_moves, _before_move, _after_move),
     ),
     Patch(
-        "fully_sharded_data_parallel._unshard_params",
+        "torch.distributed.fsdp.fully_sharded_data_parallel._unshard_params",
         "summon_full_params(recurse=False) summons frozen parameters that are kept apart, too",
         _torch_flat_parameter.summon_frozen_too,
     ),
     Patch(
-        "_optim_utils._map_param_key_to_optim_keys",
+        "torch.distributed.fsdp._optim_utils._map_param_key_to_optim_keys",
         "torch broadcasts keys of optimizer states from global rank 0, which a node's group may not have",
         _torch_flat_parameter.save_optimizer_states_in_any_group,
     ),
     Patch(
-        "FullyShardedDataParallel._optim_state_dict_to_load_impl",
+        "torch.distributed.fsdp.FullyShardedDataParallel._optim_state_dict_to_load_impl",
         "torch sends optimizer states that rank 0 alone has loaded over a group that may not have it",
-        lambda: _torch_flat_parameter.load_optimizer_states_over(_all_ranks_of),
+        functools.partial(_torch_flat_parameter.load_optimizer_states_over, _all_ranks_of),
     ),
 )
 """All parts of torch that are replaced; models with torch's own strategies behave as before.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -81,23 +80,21 @@ def groups_below(root: nn.Module) -> list[FSDPParamGroup]:
     return list(dict.fromkeys(group for state in states for group in groups_of(state)))
 
 
-def after_moves(callback: Callable[[nn.Module], None]) -> None:
+def after_moves(callback: Callable[[nn.Module], None], original: Any) -> Callable[..., FSDPModule]:
     """Run ``callback(module)`` after each move or cast of a sharded module's parameters: ``to()``, ``half()``."""
-    # All moves go through _apply, module by module.
-    original = FSDPModule._apply
 
-    @functools.wraps(original)
+    # All moves go through _apply, module by module.
     def _apply(self: FSDPModule, *args: object, **kwargs: object) -> FSDPModule:
         groups = groups_of(self._get_fsdp_state())
         before = [(p, dict(vars(p))) for group in groups for p in (param.sharded_param for param in group.fsdp_params)]
-        moved = original(self, *args, **kwargs)
+        moved: FSDPModule = original(self, *args, **kwargs)
         for parameter, attributes in before:  # torch swaps in new DTensors without the attributes
             marks = {name: value for name, value in attributes.items() if name.startswith("_fsdp_zpp")}
             vars(parameter).update(marks)
         callback(cast(nn.Module, self))
         return moved
 
-    FSDPModule._apply = _apply  # type: ignore[method-assign]
+    return _apply
 
 
 # ---- transforms

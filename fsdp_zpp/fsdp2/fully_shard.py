@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import takewhile
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.utils import clip_grad, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from fsdp_zpp._torch_compat import Patch, major_minor
 from fsdp_zpp.comm.agreement import agree, check_agreement, parameter_facts
@@ -205,12 +205,10 @@ def _reduced(norm: Tensor, norm_type: float, groups: Groups) -> Tensor:
 # ---- clipping
 
 
-def explain_clipping_errors() -> None:
-    """Make torch's ``clip_grad_norm_`` name this library's function if it fails on parameters of several meshes."""
-    original = clip_grad.clip_grad_norm_
+def explain_clipping_errors(original: Any) -> Callable[..., Any]:
+    """Have torch's ``clip_grad_norm_`` name this library's function if it fails on parameters of several meshes."""
 
-    @functools.wraps(original)
-    def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def clip_grad_norm_(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         given = parameters
         if isinstance(parameters, GeneratorType):  # torch handles an empty generator separately
             given = list(parameters)
@@ -226,8 +224,7 @@ def explain_clipping_errors() -> None:
                 ) from error
             raise
 
-    clip_grad.clip_grad_norm_ = clip_grad_norm_
-    torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+    return clip_grad_norm_
 
 
 # ---- parts
@@ -695,14 +692,17 @@ def fully_shard(
 
 PATCHES = (
     Patch(
-        "FSDPModule._apply",
+        "torch.distributed.fsdp.FSDPModule._apply",
         "a move or cast of the model keeps our marks on parameters, and what was gathered of it is stale",
-        lambda: _torch_weights.after_moves(weights_moved),
+        functools.partial(_torch_weights.after_moves, weights_moved),
     ),
-    Patch(
-        "torch.nn.utils.clip_grad_norm_",
-        "gradients of units that are sharded over different ranks get an error that names the remedy",
-        explain_clipping_errors,
+    *(
+        Patch(
+            f"torch.nn.utils{module}.clip_grad_norm_",
+            "gradients of units that are sharded over different ranks get an error that names the remedy",
+            explain_clipping_errors,
+        )
+        for module in ("", ".clip_grad")
     ),
 )
 """The functions of torch that this library replaces.

@@ -14,7 +14,6 @@ integrations/accelerate.py shards the model when training or the first evaluatio
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
 from torch.optim import Optimizer
 
+from fsdp_zpp._torch_compat import replace_function
 from fsdp_zpp.frozen.hugging_face import as_plain, peft_model_in
 from fsdp_zpp.inference_weights import gathered_weights
 from fsdp_zpp.runtime.api import invalidate, members
@@ -88,16 +88,10 @@ class AnnouncesWrites(TrainerCallback):
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 
-_REPLACES = "_fsdp_zpp_replaces"
-
-
 def _replace_function(holder: object, name: str, make: Callable[[Any], Any]) -> None:
     """Replace the function ``name`` of a module or class, if it has one, by ``make(original)``; do so only once."""
-    original = getattr(holder, name, None)
-    if original is not None and not hasattr(original, _REPLACES):
-        replacement = functools.wraps(original)(make(original))
-        setattr(replacement, _REPLACES, True)
-        setattr(holder, name, replacement)
+    if hasattr(holder, name):
+        replace_function(holder, name, make)
 
 
 def prepare_by_strategy(trainer: type) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from torch.distributed.fsdp._runtime_utils import _get_orig_buffer_dtypes
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
+from fsdp_zpp._torch_compat import replace_function
 from fsdp_zpp.comm.agreement import plain_parts
 from fsdp_zpp.comm.flat_layout import Sharded
 from fsdp_zpp.comm.mesh import ProcessMesh
@@ -51,16 +51,14 @@ _listeners: WeakSet[Listener] = WeakSet()
 def hear_of_loads(unit: Listener) -> None:
     """Call ``unit.weights_loaded()`` after each load into its weights by all of its ranks, while the unit exists."""
     # All ranks decide alike: they load the same keys, and even the shard of a rank that holds no values has a storage.
-    _intercept_loads()
+    if not _listeners:
+        replace_function(state_dict_loader, "_load_state_dict", _intercept_loads)
     _listeners.add(unit)
 
 
-@functools.cache
-def _intercept_loads() -> None:
-    original = state_dict_loader._load_state_dict
+def _intercept_loads(original: Any) -> Callable[..., None]:
     signature = inspect.signature(original)
 
-    @functools.wraps(original)
     def load(*args: Any, **kwargs: Any) -> None:
         given = signature.bind(*args, **kwargs).arguments
         into = _storages(tree_leaves(given["state_dict"]))
@@ -69,7 +67,7 @@ def _intercept_loads() -> None:
         finally:  # a load that fails may have written, too
             _tell(into, given.get("process_group"), alone=bool(given.get("no_dist")))
 
-    state_dict_loader._load_state_dict = load
+    return load
 
 
 def _storages(values: Iterable[object]) -> set[int]:

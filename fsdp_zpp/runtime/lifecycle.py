@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import itemgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.amp import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from fsdp_zpp._torch_compat import replace_function
 from fsdp_zpp.comm.agreement import all_reduce_flags, check_agreement, check_replicas, from_each_rank, shard_signature
 from fsdp_zpp.comm.hops import running_backward
 from fsdp_zpp.comm.weight_gather import SecondaryShardPrefetcher
@@ -316,7 +318,6 @@ def weights_moved(module: nn.Module) -> None:
 
 _trackers: weakref.WeakSet[StepTracker] = weakref.WeakSet()
 
-_HOOK = "_fsdp_zpp_hook"
 _MODE = "_fsdp_zpp_mode"
 
 
@@ -328,28 +329,23 @@ def _tell(event: str, *args: object, **kwargs: object) -> None:
 @functools.cache
 def _listen() -> None:
     register_optimizer_step_post_hook(lambda optimizer, args, kwargs: _tell("optimizer_stepped", optimizer))
-    _call_after(Optimizer, "zero_grad", partial(_tell, "gradients_cleared"))
-    _call_after(nn.Module, "zero_grad", partial(_tell, "module_cleared"))
-    _call_after(GradScaler, "step", partial(_tell, "scaler_stepped"))
+    replace_function(Optimizer, "zero_grad", partial(_calling, partial(_tell, "gradients_cleared")))
+    replace_function(nn.Module, "zero_grad", partial(_calling, partial(_tell, "module_cleared")))
+    replace_function(GradScaler, "step", partial(_calling, partial(_tell, "scaler_stepped")))
 
 
-def _call_after(owner: type, method: str, hook: Callable[..., object]) -> None:
-    """Make a class's method call ``hook(instance, *args, **kwargs)`` before it returns; add each hook once.
+def _calling(hook: Callable[..., object], original: Any) -> Callable[..., object]:
+    """Return a method that calls ``original``, then ``hook(instance, *args, **kwargs)``.
 
     A subclass that overrides the method without calling it does not call the hook either.
     """
-    original = getattr(owner, method)
-    if getattr(original, _HOOK, None) is hook:
-        return
 
-    @functools.wraps(original)
     def wrapped(self: object, *args: object, **kwargs: object) -> object:
         result: object = original(self, *args, **kwargs)
         hook(self, *args, **kwargs)
         return result
 
-    setattr(wrapped, _HOOK, hook)
-    setattr(owner, method, wrapped)
+    return wrapped
 
 
 # Schedule-free optimizers have other weights for training than for evaluation, and parameters hold one kind at a time:
@@ -364,22 +360,23 @@ def _mode_called(mode: str, optimizer: Optimizer, *args: object, **kwargs: objec
         _tell("optimizer_switched", optimizer)
 
 
-_MODES = {mode: partial(_mode_called, mode) for mode in ("train", "eval")}
+_MODES = {mode: partial(_calling, partial(_mode_called, mode)) for mode in ("train", "eval")}
 
 
 def _optimizer_given(optimizer: Optimizer, *args: object, **kwargs: object) -> None:
     for parameter in optimizer.param_groups[-1]["params"]:
         setattr(parameter, IN_OPTIMIZER, True)
     note_optimizer(optimizer)
-    for mode, hook in _MODES.items():
+    for mode, make in _MODES.items():
         if callable(getattr(type(optimizer), mode, None)):
-            _call_after(type(optimizer), mode, hook)
+            replace_function(type(optimizer), mode, make)
 
 
 # Added at import: a model is watched from its first forward on, and optimizers are constructed before that.
-_call_after(Optimizer, "add_param_group", _optimizer_given)
+replace_function(Optimizer, "add_param_group", partial(_calling, _optimizer_given))
 # The loaded state may have been saved in the other mode.
-_call_after(Optimizer, "load_state_dict", lambda optimizer, *args, **kwargs: vars(optimizer).pop(_MODE, None))
+_forget_mode = partial(_calling, lambda optimizer, *args, **kwargs: optimizer.__dict__.pop(_MODE, None))
+replace_function(Optimizer, "load_state_dict", _forget_mode)
 
 
 # ---- set-up of a model under strategies
