@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import groupby
 from typing import Any, Literal
+from unittest.mock import patch
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -204,12 +205,8 @@ def named_by_ranks() -> Iterator[None]:
         made[tuple(ranks)] += 1
         return f"fsdp_zpp {number} of {'_'.join(map(str, ranks))}"
 
-    original = distributed_c10d._process_group_name
-    distributed_c10d._process_group_name = name
-    try:
+    with patch.multiple(distributed_c10d, _process_group_name=name):
         yield
-    finally:
-        distributed_c10d._process_group_name = original
 
 
 def forget_equal_meshes() -> None:

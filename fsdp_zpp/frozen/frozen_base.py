@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -200,13 +201,10 @@ class FrozenBase:
 
     def prepare(self) -> None:
         """Make units if some weights have none; check all that a first use checks, but log nothing. Collective."""
-        reports, self.reports = self.reports, []
-        try:
-            if any(isinstance(weight.holder, UngroupedPayload) for weight in self.weights):
-                with out_of_inference_mode():  # payload shards outlive a forward in inference mode
-                    self.make_units()
-        finally:
-            self.reports = reports
+        if any(isinstance(weight.holder, UngroupedPayload) for weight in self.weights):
+            # Payload shards outlive a forward in inference mode.
+            with patch.multiple(self, reports=[]), out_of_inference_mode():
+                self.make_units()
 
     def log_reports(self) -> None:
         log_report(self.reports)

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import compress, repeat
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -78,15 +79,12 @@ def sharding_over(
             strategies[strategy] = HandleShardingStrategy.FULL_SHARD if sharded else HandleShardingStrategy.NO_SHARD
         init_handle(state, *args)
 
-    _init_utils._init_param_handle_from_params = init_own_handle
-    _wrapper._init_process_group_state = init_shard_group
-    _init_utils._sync_module_params_and_buffers = synchronize_all
-    try:
+    with (
+        patch.multiple(_init_utils, _init_param_handle_from_params=init_own_handle),
+        patch.multiple(_init_utils, _sync_module_params_and_buffers=synchronize_all),
+        patch.multiple(_wrapper, _init_process_group_state=init_shard_group),
+    ):
         yield
-    finally:
-        _init_utils._init_param_handle_from_params = init_handle
-        _wrapper._init_process_group_state = init_group
-        _init_utils._sync_module_params_and_buffers = synchronize
     users_mesh = module._device_mesh
     if users_mesh is not None and group is not users_group:
         # Set it after construction: FSDP's constructor mistakes any mesh but its argument for part of a larger one.
@@ -117,11 +115,8 @@ def frozen_apart(
             params = trainable
         init_handle(state, params, fully_sharded_module)
 
-    _init_utils._init_param_handle_from_params = init_handles
-    try:
+    with patch.multiple(_init_utils, _init_param_handle_from_params=init_handles):
         yield
-    finally:
-        _init_utils._init_param_handle_from_params = init_handle
     if frozen_unit is not None:
         _TAKEN_OUT.add(frozen_unit)
         module._fsdp_wrapped_module = frozen_unit

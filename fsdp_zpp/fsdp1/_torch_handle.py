@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -418,15 +420,10 @@ class HandleBackwardWatch(StepWatch):
             return
         self.arriving.drop()
         self.abandon()
-        instances: list[Any] = self._instances
-        synchronized = [instance._sync_gradients for instance in instances]
-        for instance in instances:
-            instance._sync_gradients = False  # so that torch leaves gradients as they are
-        try:
+        with ExitStack() as stack:
+            for instance in self._instances:  # so that torch leaves gradients as they are
+                stack.enter_context(patch.multiple(instance, _sync_gradients=False))
             _end_backward(root, root)
-        finally:
-            for instance, each in zip(instances, synchronized, strict=True):
-                instance._sync_gradients = each
         for handle in self._handles:
             handle.gradients.end_backward(synchronized=True)
 

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -148,15 +149,12 @@ def shard(
             f"this {type(model).__name__} was sharded by torch's fully_shard before; leave that to "
             "accelerator.prepare, or use fsdp_zpp.fully_shard(..., strategy=strategy)"
         )
-    own = accelerator.state.fsdp_plugin
     # Each model gets a copy of the plugin: set_auto_wrap_policy writes the names of the model's layers into it.
-    accelerator.state.fsdp_plugin = plugin = copy.copy(own)
-    try:
+    plugin = copy.copy(accelerator.state.fsdp_plugin)
+    with patch.multiple(accelerator.state, fsdp_plugin=plugin):
         plugin.set_auto_wrap_policy(model)
         if plugin.activation_checkpointing:
             _recompute(plugin, model)
-    finally:
-        accelerator.state.fsdp_plugin = own
     if accelerator.state.dynamo_plugin.backend != DynamoBackend.NO:
         _compile_layers(model, accelerator.state.dynamo_plugin)
     if accelerator.mixed_precision != "no" and trained:
@@ -292,16 +290,13 @@ def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
 @contextmanager
 def paired(accelerator: Accelerator) -> Iterator[None]:
     """Return a context in which accelerate lists each trained model at the index of its optimizers."""
-    models, optimizers = accelerator._models, accelerator._optimizers
     trained: dict[nn.Module, list[Optimizer]] = {}
-    for optimizer in optimizers:
+    for optimizer in accelerator._optimizers:
         trained.setdefault(getattr(optimizer, _MODEL), []).append(optimizer)
-    accelerator._models = [*trained, *(model for model in models if model not in trained)]
-    accelerator._optimizers = [each[0] if len(each) == 1 else tuple(each) for each in trained.values()]
-    try:
+    models = [*trained, *(model for model in accelerator._models if model not in trained)]
+    optimizers = [each[0] if len(each) == 1 else tuple(each) for each in trained.values()]
+    with patch.multiple(accelerator, _models=models, _optimizers=optimizers):
         yield
-    finally:
-        accelerator._models, accelerator._optimizers = models, optimizers
 
 
 def _codec_states(accelerator: Accelerator, folder: Folder) -> Iterator[tuple[nn.Module, Sequence[Optimizer], Path]]:

@@ -14,8 +14,9 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from fsdp_zpp.strategy.strategy import Strategy
 
@@ -133,13 +134,10 @@ def _trainer_by(strategy: Strategy, stage: str) -> Iterator[None]:
     modules = [importlib.import_module(f"llamafactory.train.{stage}.{each}") for each in ("trainer", "workflow")]
     original = vars(modules[0])[name]
     holders = [module for module in modules if vars(module).get(name) is original]  # some workflows import it late
-    for module in holders:
-        setattr(module, name, use_strategy(original, strategy))
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for module in holders:
-            setattr(module, name, original)
+            stack.enter_context(patch.multiple(module, **{name: use_strategy(original, strategy)}))
+        yield
 
 
 if __name__ == "__main__":

@@ -17,9 +17,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import StateDictType
@@ -271,11 +272,8 @@ class ShardingTrainer(Trainer):
         save_beside(self.model, filter(None, [self.optimizer]), Path(output_dir), token)
 
     def _save_checkpoint(self, *arguments: Any, **options: Any) -> None:
-        self._saves_checkpoint = True
-        try:
+        with patch.multiple(self, _saves_checkpoint=True, _marked_save=None):  # a failed save stays marked
             super()._save_checkpoint(*arguments, **options)
-        finally:
-            self._saves_checkpoint, self._marked_save = False, None  # a failed save stays marked
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
@@ -319,12 +317,5 @@ class ShardingTrainer(Trainer):
             return super().push_to_hub(*arguments, **options)
 
 
-@contextmanager
-def _with_full_state_dicts(accelerator: Accelerator) -> Iterator[None]:
-    plugin = accelerator.state.fsdp_plugin
-    kind = plugin.state_dict_type
-    plugin.state_dict_type = StateDictType.FULL_STATE_DICT
-    try:
-        yield
-    finally:
-        plugin.state_dict_type = kind
+def _with_full_state_dicts(accelerator: Accelerator) -> AbstractContextManager[None]:
+    return patch.multiple(accelerator.state.fsdp_plugin, state_dict_type=StateDictType.FULL_STATE_DICT)

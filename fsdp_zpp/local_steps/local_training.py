@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -708,15 +709,10 @@ class LocalTraining:
         """Return a context in which the model has the agreed weights instead of this node's own."""
         self._check_not_shown()
         self._prepare()
-        self._shows_agreed = True
-        shown = self._trained if self._progress.apart else []  # else all nodes hold the same weights
-        try:
-            with ExitStack() as stack:
-                for fragment in shown:
-                    stack.enter_context(fragment.showing_agreed())
-                yield
-        finally:
-            self._shows_agreed = False
+        with patch.multiple(self, _shows_agreed=True), ExitStack() as stack:
+            for fragment in self._trained if self._progress.apart else []:  # else all nodes hold the same weights
+                stack.enter_context(fragment.showing_agreed())
+            yield
 
     def _check_not_shown(self) -> None:
         if self._shows_agreed:
