@@ -222,22 +222,17 @@ class TwoHopReduce(ABC):
 
     @abstractmethod
     def start(
-        self,
-        gradient: Tensor,
-        accumulated: Tensor | None,
-        out: Tensor,
-        factor: float,
-        wire_dtype: torch.dtype | None = None,
+        self, gradient: Tensor, accumulated: Tensor | None, out: Tensor, factor: float, wire_dtype: torch.dtype
     ) -> PendingReduction:
         """Reduce up to the inter-node hop; write this rank's part of the mean, times ``factor``, to ``out``.
 
         Args:
             gradient: Flat and contiguous, as in :meth:`GradientReduce.start`.
             accumulated: The fp32 sums of earlier micro-batches over this node, added before the inter-node hop.
-            wire_dtype: The dtype in which hops without a codec send; None is the gradient's.
+            wire_dtype: The dtype in which hops without a codec send.
         """
 
-    def reduce_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype | None = None) -> Tensor:
+    def reduce_intra_node(self, gradient: Tensor, wire_dtype: torch.dtype) -> Tensor:
         """Return the node's sums, times 1 / world, for the part that this rank's local index reduces: fp32, flat."""
         if self._intra is None:
             return gradient.float() * self._mean
@@ -247,12 +242,10 @@ class TwoHopReduce(ABC):
         decode_sum(codec, received, sums, received.shape[1], self._mean, self.label, chunks.sums.exact)
         return sums
 
-    def _exchange_intra_node(
-        self, gradient: Tensor, chunks: Chunks, wire_dtype: torch.dtype | None
-    ) -> tuple[Codec, Tensor]:
+    def _exchange_intra_node(self, gradient: Tensor, chunks: Chunks, wire_dtype: torch.dtype) -> tuple[Codec, Tensor]:
         """Make the intra-node hop; return the codec, and the ranks' payloads: uint8 [gpus, chunks, nbytes]."""
         assert self._intra is not None
-        codec = self._intra_codec or full_precision(wire_dtype or gradient.dtype)
+        codec = self._intra_codec or full_precision(wire_dtype)
         errors = None if self._errors is None else self._errors_of("intra", chunks, gradient.device)
         payload = encode(codec, gradient, self._rows, self._gpus, self.label, errors, chunks.exact)
         return codec, self._intra.all_to_all(payload, self.label).view(self._gpus, self._rows, -1)
@@ -285,18 +278,13 @@ class TwoHopReduce(ABC):
 
 class TwoHopReduceScatter(TwoHopReduce):
     def start(
-        self,
-        gradient: Tensor,
-        accumulated: Tensor | None,
-        out: Tensor,
-        factor: float,
-        wire_dtype: torch.dtype | None = None,
+        self, gradient: Tensor, accumulated: Tensor | None, out: Tensor, factor: float, wire_dtype: torch.dtype
     ) -> PendingReduction:
         if self._inter is None:
             self._reduce_one_level(gradient, wire_dtype, out, factor)
             log_launched(self.label)
             return done
-        codec, numel = self._inter_codec or full_precision(wire_dtype or gradient.dtype), out.numel()
+        codec, numel = self._inter_codec or full_precision(wire_dtype), out.numel()
         chunks = self.chunks_of(gradient)
         errors = None if self._errors is None else self._errors_of("inter", chunks.inter, out.device)
         exact = chunks.inter.exact
@@ -321,7 +309,7 @@ class TwoHopReduceScatter(TwoHopReduce):
         own = self._chunks(chunk, [of_index[self._node]], of_all, device)
         return HopChunks(self._chunks(chunk, of_all, of_all, device, in_place=True), index, index, own, own)
 
-    def _reduce_one_level(self, gradient: Tensor, wire_dtype: torch.dtype | None, out: Tensor, factor: float) -> None:
+    def _reduce_one_level(self, gradient: Tensor, wire_dtype: torch.dtype, out: Tensor, factor: float) -> None:
         if self._intra is None:
             torch.mul(gradient, factor, out=out)
         elif self._native:
@@ -347,14 +335,8 @@ class TwoHopAllReduce(TwoHopReduce):
     """Reduces to replicas: with optimizer scope ``I`` one on each node, sharded in it; with ``N`` one on each rank."""
 
     def start(
-        self,
-        gradient: Tensor,
-        accumulated: Tensor | None,
-        out: Tensor,
-        factor: float,
-        wire_dtype: torch.dtype | None = None,
+        self, gradient: Tensor, accumulated: Tensor | None, out: Tensor, factor: float, wire_dtype: torch.dtype
     ) -> PendingReduction:
-        wire_dtype = wire_dtype or gradient.dtype
         gradient = _padded(gradient, -gradient.numel() % self._gpus)
         sums = self.reduce_intra_node(gradient, wire_dtype)
         if accumulated is not None:
@@ -498,10 +480,11 @@ class GradientReduce:
             accumulated.add(gradient.float() if gradient.dtype != torch.float32 else gradient.clone(), layout)
             return done
         if self._gradient_scope == "I":
-            accumulated.add(self._two_hop.reduce_intra_node(gradient), layout)
+            accumulated.add(self._two_hop.reduce_intra_node(gradient, gradient.dtype), layout)
             return done
         part = torch.empty(gradient.numel() // self._topology.world, dtype=torch.float32, device=gradient.device)
-        return partial(self._add_micro_batch, self._two_hop.start(gradient, None, part, 1.0), part, layout)
+        finish = self._two_hop.start(gradient, None, part, 1.0, gradient.dtype)
+        return partial(self._add_micro_batch, finish, part, layout)
 
     def _add_micro_batch(self, finish: PendingReduction, part: Tensor, layout: FlatLayout | None) -> None:
         finish()
@@ -553,13 +536,13 @@ class GradientReduce:
         has_accumulated = self.accumulated.sums is not None
         if self._gradient_scope == "G" and has_accumulated:
             last = torch.empty(out.numel(), dtype=torch.float32, device=gradient.device)
-            finish = self._two_hop.start(gradient, None, last, factor)
+            finish = self._two_hop.start(gradient, None, last, factor, gradient.dtype)
             return partial(self._add_accumulated, finish, last, layout, divided_by, out, factor)
         accumulated = self.accumulated.take(layout, divided_by) if has_accumulated else None
         if self._gradient_scope == "N" and accumulated is not None:
             # The sum is in fp32, but hops send the gradient's dtype, as FSDP would.
-            return self._two_hop.start(accumulated.add_(gradient), None, out, factor, wire_dtype=gradient.dtype)
-        return self._two_hop.start(gradient, accumulated, out, factor)
+            return self._two_hop.start(accumulated.add_(gradient), None, out, factor, gradient.dtype)
+        return self._two_hop.start(gradient, accumulated, out, factor, gradient.dtype)
 
     def _add_accumulated(
         self,
@@ -650,11 +633,9 @@ def set_synchronous(
 def _reduction(mesh: ProcessMesh, resolved: ResolvedStrategy, traffic: Traffic) -> GradientReduce | None:
     if mesh.intra is None and mesh.inter is None:
         return None
-    intra, inter = resolved.gradient_codecs
     return GradientReduce(
         mesh,
-        intra,
-        inter,
+        *resolved.gradient_codecs,
         traffic,
         gradient_scope=resolved.scopes.gradients,
         optimizer_scope=resolved.scopes.optimizer,
