@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from fsdp_zpp.comm.agreement import all_reduce_flags, checksums, from_each_rank
-from fsdp_zpp.comm.gradient_reduce import StepReductions
 from fsdp_zpp.comm.hops import Traffic
 from fsdp_zpp.comm.mesh import ProcessMesh
 from fsdp_zpp.strategy.local_steps import LocalSteps
 
 from ._torch_members import Members
 from .fragment import Fragment
-from .local_training import LocalTraining, OptimizerMoments, OptimizerState, before_forward_of, optimizers_of
+from .local_training import LocalTraining, OptimizerState, before_forward_of, optimizers_of
 from .outer_step import OuterFit, OuterStep, OuterStepState, Products, chunk_numel, relative_weights
 
 # ---- elastic outer step
@@ -275,22 +274,11 @@ class Membership(NamedTuple):
 class ElasticTraining(LocalTraining):
     """Counts the steps of the model under a root, and exchanges the model's fragments with the other members."""
 
-    def __init__(
-        self,
-        model: str,
-        fragments: Sequence[ElasticFragment],
-        reductions: Sequence[StepReductions],
-        ranks: ProcessMesh,
-        steps_are_announced: Callable[[], bool],
-        model_parallel_groups: Callable[[], Iterable[dist.ProcessGroup]],
-        moments: OptimizerMoments,
-        parameters: Callable[[], Sequence[nn.Parameter]],
-    ) -> None:
-        super().__init__(model, fragments, reductions, ranks, steps_are_announced, model_parallel_groups, moments)
+    def __init__(self, model: str, fragments: Sequence[ElasticFragment], *how: Any) -> None:
+        super().__init__(model, fragments, *how)
         assert self._config.elastic is not None
         self._fragments = fragments
-        self._parameters = parameters
-        self._members = Members(self._config.elastic, ranks, model)
+        self._members = Members(self._config.elastic, self._ranks, model)
         self._is_member = self._was_called = False
         self._steps = self._tokens = 0  # made by this node
         self._counts_tokens = False

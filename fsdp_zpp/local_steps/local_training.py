@@ -45,6 +45,8 @@ from .outer_step import MOST_GAIN, MOST_IN_A_ROW, NodeChunks, Products
 # optimizers that have stepped.
 
 _MADE = "_fsdp_zpp_made"
+IN_OPTIMIZER = "_fsdp_zpp_in_optimizer"
+"""Attribute of parameters that were given to some optimizer."""
 
 
 def note_optimizer(optimizer: Optimizer) -> None:
@@ -457,14 +459,14 @@ class LocalTraining:
         fragments: Sequence[Fragment],
         reductions: Sequence[StepReductions],
         ranks: ProcessMesh,
-        steps_are_announced: Callable[[], bool],
+        parameters: Callable[[], Iterable[nn.Parameter]],
         model_parallel_groups: Callable[[], Iterable[dist.ProcessGroup]],
         moments: OptimizerMoments,
     ) -> None:
         self._model_parallel_groups, self.moments = model_parallel_groups, moments
         self.model, self._all, self._reductions, self._ranks = model, fragments, reductions, ranks
         self._trained = [fragment for fragment in fragments if fragment.was_trained]
-        self._steps_are_announced = steps_are_announced
+        self._parameters = parameters
         self._config = fragments[0].config
         self._awaits_step = self._shows_agreed = self._has_warned = False
         self._met_after = 0
@@ -511,7 +513,7 @@ class LocalTraining:
             for fragment in self._all:
                 fragment.restore()
             return
-        if not self._steps_are_announced():
+        if not any(getattr(parameter, IN_OPTIMIZER, False) for parameter in self._parameters()):  # no step is announced
             self.step_ended()
         self._prepare()
         self._catch_up()

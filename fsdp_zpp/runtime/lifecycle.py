@@ -26,7 +26,7 @@ from fsdp_zpp.comm.agreement import all_reduce_flags, check_agreement, check_rep
 from fsdp_zpp.comm.hops import running_backward
 from fsdp_zpp.comm.weight_gather import SecondaryShardPrefetcher
 from fsdp_zpp.local_steps.elastic import ElasticFragment, ElasticTraining
-from fsdp_zpp.local_steps.local_training import LocalTraining, OptimizerMoments, note_optimizer
+from fsdp_zpp.local_steps.local_training import IN_OPTIMIZER, LocalTraining, OptimizerMoments, note_optimizer
 
 from .log_line import Groups, log_summaries
 from .unit import ParameterUnit, StrategyUnit, units_of, warn_of_unmatched
@@ -59,9 +59,6 @@ from .unit import ParameterUnit, StrategyUnit, units_of, warn_of_unmatched
 # of the whole model (activation checkpointing repeats single layers), and clearing gradients restarts the count. A
 # single step may also have several counted backwards by design. So the warning waits for two such steps in a row,
 # without a step of another model's optimizer in between.
-
-IN_OPTIMIZER = "_fsdp_zpp_in_optimizer"
-"""Attribute of parameters that were given to some optimizer."""
 
 logger = logging.getLogger("fsdp_zpp")
 
@@ -444,22 +441,17 @@ def _train_locally(root: nn.Module, model: str, units: Sequence[StrategyUnit]) -
     if not fragments:
         return None
 
-    def steps_are_announced() -> bool:
-        return any(getattr(p, IN_OPTIMIZER, False) for unit in units for p in unit.sharded.parameters())
+    def parameters() -> Iterable[nn.Parameter]:
+        return (p for unit in units for p in unit.sharded.parameters())
 
     def model_parallel_groups() -> Iterable[dist.ProcessGroup]:
         return dict.fromkeys(axis for unit in fragments.values() for axis in unit.sharded.model_parallel_groups())
 
     reductions = [unit.reductions for unit in fragments.values()]
     ranks = next(iter(fragments.values())).ranks
-    how = reductions, ranks, steps_are_announced, model_parallel_groups, OptimizerMoments(model, fragments, ranks)
+    how = reductions, ranks, parameters, model_parallel_groups, OptimizerMoments(model, fragments, ranks)
     elastic = [fragment for fragment in fragments if isinstance(fragment, ElasticFragment)]
-    if elastic:
-        training: LocalTraining = ElasticTraining(
-            model, elastic, *how, lambda: [p for unit in units for p in unit.sharded.parameters()]
-        )
-    else:
-        training = LocalTraining(model, [*fragments], *how)
+    training = ElasticTraining(model, elastic, *how) if elastic else LocalTraining(model, [*fragments], *how)
     root.register_forward_pre_hook(training.before_forward, prepend=True)
     # The forward that sets up a model has run its pre-hooks already. Loaded codec state waits for the next forward.
     if all(unit.loaded_state is None for unit in fragments.values()):
