@@ -428,11 +428,6 @@ def frozen_sites(model: nn.Module) -> Iterator[tuple[str, FrozenModule, str, Fro
                 yield path, module, name, weight
 
 
-def frozen_modules(model: nn.Module) -> Iterator[tuple[str, FrozenModule, FrozenWeight]]:
-    for path, module, _, weight in frozen_sites(model):
-        yield path, module, weight
-
-
 def plain_class(module: nn.Module) -> type:
     """Return a frozen module's class without ``FrozenModule`` and without later mixins such as ``FSDPModule``."""
     if parametrized := list(getattr(module, "parametrizations", ())):  # recorded in a class that would be lost

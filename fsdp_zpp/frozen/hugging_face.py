@@ -25,7 +25,7 @@ from fsdp_zpp.names import how_to_install, model_name, original_path, parameter_
 from fsdp_zpp.runtime.api import check_folder, check_module, ranks_of
 from fsdp_zpp.runtime.full_tensors import FullTensor, GatherInTurn, TensorOfModel, gets, tensors_of
 
-from ._torch_modules import FrozenModule, frozen_modules, frozen_sites, frozen_tensor, frozen_weights_of, replaced
+from ._torch_modules import FrozenModule, frozen_sites, frozen_tensor, frozen_weights_of, replaced
 from .weight import FrozenWeight
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _save_pretrained(module: nn.Module, *args: object, **kwargs: object) -> obje
 
 def _left_out(module: nn.Module, state: Mapping[str, object]) -> int:
     present = {weight for path, _, name, weight in frozen_sites(module) if parameter_name(path, name) in state}
-    return len({weight for _, _, weight in frozen_modules(module)} - present)
+    return len({weight for *_, weight in frozen_sites(module)} - present)
 
 
 # ---- peft saving
@@ -404,8 +404,7 @@ def dequantized_weights(model: nn.Module) -> dict[str, Tensor]:
     return on_first_rank(tensors, ranks_of(model), all_names=True)
 
 
-@contextmanager
-def with_quantized_weights(model: nn.Module) -> Iterator[None]:
+def with_quantized_weights(model: nn.Module) -> AbstractContextManager[object]:
     """Add the dequantized weights to ``model.state_dict()``, in this context; each call is collective.
 
     Only the model's first rank gets them, on the CPU, as in torch's full state dicts.
@@ -414,15 +413,10 @@ def with_quantized_weights(model: nn.Module) -> Iterator[None]:
     def add(module: nn.Module, state: dict[str, Tensor], prefix: str, metadata: object) -> None:
         state.update({prefix + name: tensor for name, tensor in dequantized_weights(model).items()})
 
-    handle = model.register_state_dict_post_hook(add)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return model.register_state_dict_post_hook(add)  # as a context, a handle removes its hook at the end
 
 
-@contextmanager
-def without_quantized_weights(model: nn.Module) -> Iterator[None]:
+def without_quantized_weights(model: nn.Module) -> AbstractContextManager[object]:
     """Make ``model.load_state_dict`` skip the values of quantized weights, in this context."""
     quantized = quantized_names(model)
 
@@ -430,8 +424,4 @@ def without_quantized_weights(model: nn.Module) -> Iterator[None]:
         for key in [key for key in state if original_path(key.removeprefix(prefix)) in quantized]:
             del state[key]
 
-    handle = model.register_load_state_dict_pre_hook(drop)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return model.register_load_state_dict_pre_hook(drop)

@@ -48,7 +48,7 @@ from fsdp_zpp import (
     save_frozen_params,
     traffic,
 )
-from fsdp_zpp.frozen._torch_modules import frozen_modules
+from fsdp_zpp.frozen._torch_modules import frozen_sites
 from fsdp_zpp.planner.cluster import measure_bandwidth, world
 
 TWO = Strategy("IGG", gpus_per_node=2)
@@ -235,7 +235,7 @@ def gathered_otherwise(adapter: Adapter, differs: bool) -> None:
     quantize_frozen_params(net, gpus_per_node=2)
     if not differs:
         net[0] = adapter.wrap(net[0], STOCK)
-    next(module for _, module, _ in frozen_modules(net)).weight + 0
+    next(module for _, module, *_ in frozen_sites(net)).weight + 0
 
 
 def hooked_otherwise(adapter: Adapter, differs: bool) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fsdp_zpp import NF4, Int4, Int8, Strategy, quantize_frozen_params
 from fsdp_zpp.codecs import Codec
 from fsdp_zpp.comm.hops import Hop
-from fsdp_zpp.frozen._torch_modules import frozen_modules
+from fsdp_zpp.frozen._torch_modules import frozen_sites
 from fsdp_zpp.frozen.frozen_base import FrozenBase
 from fsdp_zpp.frozen.weight import FrozenWeight
 from fsdp_zpp_kernels import dequantize_nf4_rows, dequantize_rows, reference
@@ -54,7 +54,7 @@ def gathered_in_backwards(scope: str, share: float) -> None:
     sends = [
         sent_in(lambda: models.loss_of(net, models.batch(0, 0)).backward(), net, gpus_per_node=2) for _ in range(3)
     ]
-    assert sum(unit.nbytes for unit in {weight.holder for _, _, weight in frozen_modules(net)}) == reported
+    assert sum(unit.nbytes for unit in {weight.holder for *_, weight in frozen_sites(net)}) == reported
     for tap, counted in sends:
         assert tap.total("inter") == counted["gather"]["inter"] == 0
         assert tap.total("intra") == counted["gather"]["intra"]
@@ -98,7 +98,7 @@ def under_a_strategy(adapter: Adapter, scope: str) -> None:
     strategy = Strategy(f"{scope}GG", weights=Int8(256), frozen=Int8(256), gpus_per_node=2)
     model = adapter.shard(net, Case(), strategy)
     optimizer = models.make_optimizer("sgd", [p for p in model.parameters() if p.requires_grad])
-    sent = next(iter(frozen_modules(model)))[2].base.traffic.sent
+    sent = next(iter(frozen_sites(model)))[3].base.traffic.sent
     gc.collect()
     before = len(large_floats())
     for step in range(3):

@@ -31,7 +31,7 @@ from fsdp_zpp import (
     save_frozen_params,
 )
 from fsdp_zpp.codecs import Codec
-from fsdp_zpp.frozen._torch_modules import frozen_modules
+from fsdp_zpp.frozen._torch_modules import frozen_sites
 from fsdp_zpp.runtime.unit import StrategyUnit, named_units
 
 # ---- what it computes
@@ -115,7 +115,7 @@ TWO = Strategy("IGG", gpus_per_node=2)
 
 
 def places_of(model: nn.Module) -> set[str]:
-    return {f"{w.placement.scope} on {w.placement.mesh.topology}" for _, _, w in frozen_modules(model)}
+    return {f"{w.placement.scope} on {w.placement.mesh.topology}" for *_, w in frozen_sites(model)}
 
 
 def sends_nothing_between_nodes(model: Any) -> None:
@@ -222,7 +222,7 @@ def on_slow_links(adapter: Adapter, codec: Codec, way: str, folder: Path) -> Non
         ours = trained(adapter, model)
     nodes = {str(unit.ranks.topology) for unit in named_units(model) if isinstance(unit, StrategyUnit)}
     assert (nodes, places_of(model)) == ({"4 nodes x 1"}, {"I on 1 node x 4"})
-    held = sum(unit.nbytes for unit in {weight.holder for _, _, weight in frozen_modules(model)})
+    held = sum(unit.nbytes for unit in {weight.holder for *_, weight in frozen_sites(model)})
     matrices = sum(p.numel() for p in lora.make_net(**LARGE).parameters() if p.dim() == 2 and p.numel() >= 4096)
     assert held <= 1.02 * codec.nbytes(matrices) / 4
     named = made(adapter, codec, "before", folder, Strategy.zeropp(gpus_per_node=1), 4)

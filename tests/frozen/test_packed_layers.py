@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard as torch_fu
 from fsdp_zpp import NF4, Int8, Strategy, clip_grad_norm_, fully_shard, gathered_weights, quantize_frozen_params
 from fsdp_zpp._torch_compat import major_minor
 from fsdp_zpp.codecs import Codec
-from fsdp_zpp.frozen._torch_modules import FrozenModule, frozen_modules
+from fsdp_zpp.frozen._torch_modules import FrozenModule, frozen_sites
 from fsdp_zpp.runtime.unit import named_units
 
 WIDTH = 64
@@ -334,13 +334,13 @@ def under_strategies(adapter: Adapter) -> list[str]:
     with collected() as records, torch.no_grad():
         sharded = adapter.wrap(make(), Strategy.mixzpp(gpus_per_node=2))
         sharded(x())
-    weights = [weight for _, _, weight in frozen_modules(sharded)]
+    weights = [weight for *_, weight in frozen_sites(sharded)]
     assert [str(weight.codec) for weight in weights] == ["nf4(64)", "nf4(64)", "int8(256)"]
     assert weights[0].local_nbytes == WIDTH * WIDTH // 2 * (1 / 2 + 4 / 64)  # a rank of two has half
     sharded = adapter.wrap(make(), Strategy.mixzpp(gpus_per_node=2, frozen=NF4(64)))
     with torch.no_grad():
         ours, expected = (each(x()).flatten().float() for each in (sharded, alone))
-    assert {weight.codec for _, _, weight in frozen_modules(sharded)} == {NF4(64)}
+    assert {weight.codec for *_, weight in frozen_sites(sharded)} == {NF4(64)}
     assert torch.cosine_similarity(ours, expected, 0) > 0.98
     return [line for _, line in records]
 

@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM
 from fsdp_zpp import NF4, Int4, Int8, Strategy, dequantize_frozen_params, quantize_frozen_params
 from fsdp_zpp.codecs import Codec
 from fsdp_zpp.frozen import weight
-from fsdp_zpp.frozen._torch_modules import frozen_modules
+from fsdp_zpp.frozen._torch_modules import frozen_sites
 from fsdp_zpp.frozen.base_files import check_base, describe_base
 
 CODEC = Int8(64)
@@ -142,7 +142,7 @@ def differently_seeded() -> None:
                 net(models.batch(0, 0)[:, :-1] % 71)
     net = lora.make_net(seed=dist.get_rank())
     quantize_frozen_params(net, gpus_per_node=2, sync_module_states=True)
-    weights = {path: frozen for path, _, frozen in frozen_modules(net)}
+    weights = {path: frozen for path, _, _, frozen in frozen_sites(net)}
     oracle = lora.rounded_net(Int8(256)).blocks[0].up.base.weight
     assert torch.equal(weights["blocks.0.up.base"].dequantize(), oracle)
 
