@@ -10,11 +10,11 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 
 import torch
-import torch.distributed as dist
 
+from fsdp_zpp.bench.results import versions
 from fsdp_zpp.bench.run import add_bench
 from fsdp_zpp.planner.cli import add_plan
 
@@ -69,18 +69,11 @@ def as_text(shown: Sections) -> str:
 
 
 def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version(), "system": platform.platform()}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    # The loaded library's version names the build, such as +cu130; the distribution's version may lack it.
-    versions["torch"] = torch.__version__
-    if torch.cuda.is_available():
-        nccl = torch.cuda.nccl.version() if dist.is_nccl_available() else ()
-        versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl)) or "none"}
-    return versions
+    installed = versions(PACKAGES)
+    nccl = installed.pop("nccl", "none")
+    shown = dict.fromkeys(("python", "system", *PACKAGES), "not installed")
+    shown |= {"system": platform.platform()} | installed
+    return shown | ({"CUDA": str(torch.version.cuda), "NCCL": nccl} if torch.cuda.is_available() else {})
 
 
 def _gpus() -> dict[str, str]:

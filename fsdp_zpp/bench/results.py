@@ -9,13 +9,16 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from fsdp_zpp.frozen.base_files import write_whole
 
 Row = dict[str, Any]
 """Figures of a strategy: ``step_ms``, ``fastest_ms``, ``slowest_ms``, ``peak_gib`` if known; or why it ``failed``."""
@@ -90,14 +93,15 @@ def cpu_name() -> str:
     return platform.machine()
 
 
-def versions() -> dict[str, str]:
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Return the versions of Python, of those ``packages`` that are installed, and of NCCL if there is a GPU."""
     numbers = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in packages:
         with suppress(importlib.metadata.PackageNotFoundError):
             numbers[package] = importlib.metadata.version(package)
     # The metadata of the package torch lack the suffix of a build, such as +cpu in 2.13.0+cpu.
     numbers["torch"] = str(torch.__version__)
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and dist.is_nccl_available():
         numbers["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return numbers
 
@@ -121,9 +125,7 @@ def write(path: Path, manifest: dict[str, Any], arguments: object, rows: list[Ro
     lines = [f"{json.dumps(name)}: {json.dumps(value, default=str)}," for name, value in head.items()]
     lines += ['"rows": [', ",\n".join(json.dumps(row) for row in rows), "]"]
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text("\n".join(["{", *lines, "}\n"]))
-    partial.replace(path)
+    write_whole(path, "\n".join(["{", *lines, "}\n"]))
 
 
 # ---- table
