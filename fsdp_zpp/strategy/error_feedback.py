@@ -106,18 +106,10 @@ class LoCo:
         return 4 * numel if self.dtype is None else self.dtype.nbytes(numel)
 
 
-@dataclass(frozen=True)
-class ErrorBufferSpec:
-    """The size of a hop's error buffer: ``chunks`` chunks of ``numel`` values."""
-
-    chunks: int
-    numel: int
-
-
 def error_buffer_specs(
     config: LoCo, codecs: tuple[Codec | None, Codec | None], optimizer_scope: str, topology: Topology, numel: int
-) -> dict[str, ErrorBufferSpec]:
-    """Return the error buffers of a gradient reduction, by the name of the transfer.
+) -> dict[str, tuple[int, int]]:
+    """Return the error buffers of a gradient reduction, by the name of the transfer: chunks, and values of a chunk.
 
     ``"intra"`` and ``"inter"`` are the two hops. ``"back"`` is the all-gather of the sums after the last hop, unless
     the optimizer scope is ``G``. It has the codec of the hop that makes the sums, and errors if that hop has errors.
@@ -131,14 +123,14 @@ def error_buffer_specs(
     part = -(-numel // gpus) if optimizer_scope == "N" else numel
     chunk = numel if optimizer_scope == "G" else -(-part // nodes)
     # A hop with a single rank sends nothing, so it encodes nothing.
-    specs: dict[str, ErrorBufferSpec] = {}
+    specs: dict[str, tuple[int, int]] = {}
     if config.hops == "both" and gpus > 1 and intra is not None:
-        specs["intra"] = ErrorBufferSpec(gpus * nodes, numel) if optimizer_scope == "G" else ErrorBufferSpec(gpus, part)
+        specs["intra"] = (gpus * nodes, numel) if optimizer_scope == "G" else (gpus, part)
     if nodes > 1 and inter is not None:
-        specs["inter"] = ErrorBufferSpec(nodes, chunk)
+        specs["inter"] = nodes, chunk
     # On one node the intra-node hop makes the sums, and only optimizer scope N gathers them inside the node.
     if optimizer_scope != "G" and ("inter" in specs or (nodes == 1 and optimizer_scope == "N" and "intra" in specs)):
-        specs["back"] = ErrorBufferSpec(1, chunk)
+        specs["back"] = 1, chunk
     return specs
 
 
@@ -149,7 +141,7 @@ def error_nbytes(
     if config is None:
         return 0
     specs = error_buffer_specs(config, codecs, optimizer_scope, topology, numel).values()
-    return sum(spec.chunks * config.nbytes(spec.numel) for spec in specs)
+    return sum(chunks * config.nbytes(chunk) for chunks, chunk in specs)
 
 
 def check_loco(error_feedback: object) -> None:
