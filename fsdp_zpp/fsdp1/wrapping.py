@@ -36,10 +36,10 @@ from fsdp_zpp.runtime.api import (
     Shared,
     check_dtypes,
     check_exchanges,
-    check_instance,
     check_module,
     held,
     hold,
+    refuse_strategy,
     strategy_facts,
 )
 from fsdp_zpp.runtime.checkpoint import RankState
@@ -289,11 +289,7 @@ def check_arguments(
     """
     own = [] if group is None else _check_agreement(strategy, group, arguments)
     if not isinstance(strategy, Strategy):
-        check_instance("sharding_strategy", strategy)
-        raise TypeError(
-            "sharding_strategy must be a Strategy such as Strategy.zeropp(), or one of torch's ShardingStrategy, got "
-            f"{strategy!r}"
-        )
+        refuse_strategy(strategy, "sharding_strategy", ", or one of torch's ShardingStrategy")
     assert group is not None
     by = strategy_for(arguments["module"], strategy) if strategy.overrides else strategy
     if by.gpus_per_node is None:

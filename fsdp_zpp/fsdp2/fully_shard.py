@@ -50,9 +50,9 @@ from fsdp_zpp.runtime.api import (
     Shared,
     check_dtypes,
     check_exchanges,
-    check_instance,
     check_module,
     hold,
+    refuse_strategy,
     strategy_facts,
 )
 from fsdp_zpp.runtime.lifecycle import repeated_if_failed, set_up_model, weights_moved
@@ -527,8 +527,7 @@ def has_shards(module: nn.Module) -> bool:
 
 def check_strategy(strategy: object) -> None:
     if not isinstance(strategy, Strategy):
-        check_instance("strategy", strategy)
-        raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
+        refuse_strategy(strategy)
 
 
 def _check_reshard(strategy: Strategy, reshard_after_forward: object) -> None:

@@ -98,11 +98,6 @@ def refuse_set(values: Mapping[str, Any], alternatives: Mapping[str, str], secti
             refuse(f"{section}{key}", values[key], instead)
 
 
-def check_strategy(strategy: object) -> None:
-    if not isinstance(strategy, Strategy):
-        raise TypeError(f"strategy must be a Strategy such as Strategy.zeropp(), got {strategy!r}")
-
-
 # ---- companions
 #
 # A companion is a file or folder of ours that belongs to a framework's checkpoint. It lies inside a checkpoint that is

@@ -29,14 +29,14 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint as recompute_in_backward
 
 from fsdp_zpp.frozen.hugging_face import adapter_state, dequantized_weights, save_adapter
-from fsdp_zpp.fsdp2.fully_shard import clip_grad_norm_, fully_shard
+from fsdp_zpp.fsdp2.fully_shard import check_strategy, clip_grad_norm_, fully_shard
 from fsdp_zpp.planner.model_size import layers
 from fsdp_zpp.runtime.api import ranks_of
 from fsdp_zpp.runtime.full_tensors import reshard
 from fsdp_zpp.runtime.unit import unit_of
 from fsdp_zpp.strategy.strategy import Strategy
 
-from ._common import MarkedSave, check_complete, check_strategy, load_beside, require, save_beside
+from ._common import MarkedSave, check_complete, load_beside, require, save_beside
 
 require("accelerate", "1.13")
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdp_zpp.fsdp2.fully_shard import check_strategy
 from fsdp_zpp.strategy.strategy import Strategy
 
-from ._common import NO_DEEPSPEED, NO_WHOLE_MATRICES, PACKED_BASE, check_strategy, refuse, refuse_set, require
+from ._common import NO_DEEPSPEED, NO_WHOLE_MATRICES, PACKED_BASE, refuse, refuse_set, require
 
 require("ms-swift", "4.6")
 

@@ -28,13 +28,14 @@ from torch.optim import Optimizer
 
 from fsdp_zpp._torch_compat import replace_function
 from fsdp_zpp.frozen.hugging_face import as_plain, peft_model_in
+from fsdp_zpp.fsdp2.fully_shard import check_strategy
 from fsdp_zpp.inference_weights import gathered_weights
 from fsdp_zpp.runtime.api import invalidate, members
 from fsdp_zpp.runtime.full_tensors import reshard
 from fsdp_zpp.runtime.unit import named_units
 from fsdp_zpp.strategy.strategy import Strategy
 
-from ._common import MarkedSave, check_complete, check_strategy, load_beside, require, save_beside
+from ._common import MarkedSave, check_complete, load_beside, require, save_beside
 
 require("transformers", "5.16")
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -84,6 +84,12 @@ def check_instance(name: str, value: object) -> None:
     if isinstance(made_by, type) and issubclass(made_by, Strategy):
         call = f"Strategy.{getattr(value, '__name__', '')}"
         raise TypeError(f"{name} is the method {call} itself, not what it returns; did you mean {call}()?")
+
+
+def refuse_strategy(strategy: object, name: str = "strategy", also: str = "") -> NoReturn:
+    """Raise a TypeError for ``strategy``, which is none; ``also`` names what else the argument may be."""
+    check_instance(name, strategy)
+    raise TypeError(f"{name} must be a Strategy such as Strategy.zeropp(){also}, got {strategy!r}")
 
 
 def strategy_facts(strategy: object, group: dist.ProcessGroup) -> dict[str, object]:
