@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fsdp_zpp.codecs import NF4, Int4, Int8
 from fsdp_zpp.comm.agreement import agree, from_first_rank
 from fsdp_zpp.comm.mesh import compute_device
-from fsdp_zpp.frozen.stored.format import StoredCodec
+from fsdp_zpp.frozen.stored.format import StoredCodec, TensorHeader
 from fsdp_zpp.names import base_fqns, join_fqn, model_name, original_path
 from fsdp_zpp.runtime.api import DTYPES, check_folder, check_module, ranks_of
 from fsdp_zpp.runtime.full_tensors import tensors_of
@@ -29,7 +29,6 @@ from .checkpoint_reading import (
     BASE_INDEX,
     ModelTensor,
     TensorFiles,
-    TensorHeader,
     check_header,
     frozen_names,
     match_keys,

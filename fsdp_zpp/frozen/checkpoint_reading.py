@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from fsdp_zpp.frozen.stored.format import StoredFormat, StoredWeight, stacked, stored_in
+from fsdp_zpp.frozen.stored.format import StoredFormat, StoredWeight, TensorHeader, stacked, stored_in
 from fsdp_zpp.names import base_fqns, join_fqn, model_name
 from fsdp_zpp.runtime.api import DTYPES
 
@@ -52,14 +52,6 @@ BASE_INDEX = f"frozen_base{_INDEX}"  # the index of a quantized base
 _MODEL = ("model.safetensors", f"model{_INDEX}")  # the files that transformers looks for, in its order
 
 
-@dataclass(frozen=True)
-class TensorHeader:
-    """The shape and dtype of a stored tensor; ``dtype`` is the name in the file if ``STORED_DTYPES`` lacks it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | str
-
-
 class TensorFiles:
     """Tensors in safetensors files, read slice by slice; errors name ``source`` and ``remedy``."""
 
@@ -81,12 +73,6 @@ class TensorFiles:
         part = self.slice(key)
         dtype = part.get_dtype()
         return TensorHeader(tuple(part.get_shape()), STORED_DTYPES.get(dtype, dtype))
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        return self.header(key).shape
-
-    def dtype(self, key: str) -> torch.dtype | str:
-        return self.header(key).dtype
 
     def slice(self, key: str) -> Any:
         """Return a lazy tensor; indexing it returns views of the mapped file."""

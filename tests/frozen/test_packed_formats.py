@@ -23,7 +23,7 @@ from torch import Tensor
 from fsdp_zpp.comm.mesh import ProcessMesh
 from fsdp_zpp.frozen.stored import find_stored
 from fsdp_zpp.frozen.stored.floats import FourBit, Fp8, Mxfp4
-from fsdp_zpp.frozen.stored.format import stored_in
+from fsdp_zpp.frozen.stored.format import TensorHeader, stored_in
 from fsdp_zpp.frozen.stored.integers import Awq, Gptq
 from fsdp_zpp.frozen.weight import FrozenWeight, Placement
 from fsdp_zpp.strategy.error_feedback import Topology
@@ -41,11 +41,8 @@ GPTQ = [
 class Tensors(dict[str, Tensor]):
     """The tensors of a checkpoint, in memory."""
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self[key].shape)
-
-    def dtype(self, key: str) -> torch.dtype:
-        return self[key].dtype
+    def header(self, key: str) -> TensorHeader:
+        return TensorHeader(tuple(self[key].shape), self[key].dtype)
 
     def read(self, key: str) -> Tensor:
         return self[key]

@@ -146,18 +146,16 @@ class Fp8(StoredFormat):
 
     @classmethod
     def at(cls, key: str, tensors: StoredTensors, config: Settings) -> tuple[str, StoredFormat] | None:
-        if (dtype := tensors.dtype(key)) not in CODES or key.endswith(_SUFFIXES):
-            return None
-        shape = torch.Size(tensors.shape(key))
-        if len(shape) < 2:
+        shape, dtype = tensors.header(key)
+        if dtype not in CODES or key.endswith(_SUFFIXES) or len(shape) < 2:
             return None
         if len(shape) > 2:
-            refuse_setting(cls.name, f"{key} of shape", tuple(shape), "matrices alone")
+            refuse_setting(cls.name, f"{key} of shape", shape, "matrices alone")
         assert isinstance(dtype, torch.dtype)
         scale = _scale_of(key, dtype, tensors)
         _check_dtypes(key, dtype, scale, tensors, config)
-        block = _block_of(shape, tensors.shape(scale), _stated_block(config), scale)
-        return key, cls(shape, torch.bfloat16, {"codes": key, "scales": scale}, dtype, block)
+        block = _block_of(shape, tensors.header(scale).shape, _stated_block(config), scale)
+        return key, cls(torch.Size(shape), torch.bfloat16, {"codes": key, "scales": scale}, dtype, block)
 
     @property
     def description(self) -> str:
@@ -205,7 +203,7 @@ def _stated_block(config: Settings) -> Block | None:
     return next(iter(stated), None)
 
 
-def _block_of(shape: torch.Size, scales: tuple[int, ...], stated: Block | None, key: str) -> tuple[int, int]:
+def _block_of(shape: tuple[int, ...], scales: tuple[int, ...], stated: Block | None, key: str) -> tuple[int, int]:
     """Return how many rows and columns share a scale, from the shapes of a weight and of its scales at ``key``.
 
     ``stated`` is the result of :func:`_stated_block`.
@@ -219,7 +217,7 @@ def _block_of(shape: torch.Size, scales: tuple[int, ...], stated: Block | None, 
         if not is_single and scales not in ((rows,), (rows, 1)):
             raise ValueError(
                 f"nothing says which values share one of the scales of {key}, {scales} for a weight of shape "
-                f"{tuple(shape)}; put the config.json of the model beside the checkpoint, or add weight_block_size to "
+                f"{shape}; put the config.json of the model beside the checkpoint, or add weight_block_size to "
                 "its quantization_config"
             )
         stated = (None, None) if is_single else (1, None)
@@ -227,7 +225,7 @@ def _block_of(shape: torch.Size, scales: tuple[int, ...], stated: Block | None, 
     grid = (-(-rows // height), -(-columns // width))
     if len(scales) > 2 or grid != ((1, 1) if is_single else (*scales, 1)[:2]):
         text = " x ".join("all" if size is None else str(size) for size in stated)
-        needed = f"a scale for each {text} of {tuple(shape)} values, as its configuration states"
+        needed = f"a scale for each {text} of {shape} values, as its configuration states"
         refuse_misfit(key, f"a tensor of shape {scales}", needed)
     return (_UNBLOCKED, columns) if grid == (1, 1) and None in stated else (height, width)
 
@@ -248,7 +246,7 @@ def _check_dtypes(key: str, dtype: torch.dtype, scale: str, tensors: StoredTenso
     code_name, scale_name = setting(config, "fmt", str), setting(config, "scale_fmt", str)
     if code_name is not None and _CODE_NAMES.get(code_name.lower()) != dtype:
         refuse_misfit(key, dtype, f"{code_name}, as config.json says in fmt")
-    if (scales := tensors.dtype(scale)) not in _SCALES:
+    if (scales := tensors.header(scale).dtype) not in _SCALES:
         refuse_misfit(scale, scales, "fp32, bf16, fp16 or e8m0")
     # compressed-tensors has e8m0 scales only in formats that are refused; elsewhere, its uint8 means plain numbers.
     if scales in _E8M0 and (config.get("quant_method") not in (None, "fp8") or scale_name == "float"):
@@ -404,7 +402,7 @@ class FourBit(StoredFormat):
         else:
             check_header(tensors, keys["absmax"], torch.float32, shape=(self.num_groups,))
         shape = check_header(tensors, keys["codes"], *_STORAGE, shape=None)
-        storage, numel = tensors.dtype(keys["codes"]), self.shape.numel()
+        storage, numel = tensors.header(keys["codes"]).dtype, self.shape.numel()
         assert isinstance(storage, torch.dtype)
         elements = -(-numel // (2 * storage.itemsize))
         if torch.Size(shape).numel() != elements or len(shape) == 0 or shape[0] not in (elements, 1):

@@ -148,6 +148,13 @@ class NoStackError(ValueError):
     """Raised if matrices can't be stacked without being decoded."""
 
 
+class TensorHeader(NamedTuple):
+    """The shape and dtype of a stored tensor; ``dtype`` is the name in the file if torch has no such dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+
+
 class StoredTensors(Protocol):
     """The tensors of a checkpoint, by name."""
 
@@ -155,10 +162,7 @@ class StoredTensors(Protocol):
 
     def __iter__(self) -> Iterator[str]: ...
 
-    def shape(self, key: str) -> tuple[int, ...]: ...
-
-    def dtype(self, key: str) -> torch.dtype | str:
-        """Return the dtype of a tensor; if torch lacks this dtype, return its name in the file."""
+    def header(self, key: str) -> TensorHeader: ...
 
     def read(self, key: str) -> Tensor:
         """Return a small tensor as a whole."""
@@ -411,7 +415,7 @@ def check_header(
     """Check the dtype and shape of a stored tensor and return its shape; None allows any shape, or any size in it."""
     if key not in tensors:
         raise ValueError(f"the checkpoint has no {key}, though it has other tensors of the same weight; {REMEDY}")
-    found, dtype = tensors.shape(key), tensors.dtype(key)
+    found, dtype = tensors.header(key)
     if dtype not in dtypes:
         refuse_misfit(key, dtype, " or ".join(map(str, dtypes)))
     if shape is None:

@@ -107,7 +107,7 @@ class GroupOrder:
 
 def float_dtype(tensors: StoredTensors, key: str) -> torch.dtype:
     """Return the dtype of a tensor; :func:`check_header` has checked that it is a float dtype of torch."""
-    dtype = tensors.dtype(key)
+    dtype = tensors.header(key).dtype
     assert isinstance(dtype, torch.dtype)
     return dtype
 
