@@ -121,8 +121,7 @@ class ParameterUse:
             if not by_id[id(param)]:
                 param.sharded_param.grad = before
                 continue
-            for hook in (hooks or {}).values():
-                hook(param.sharded_param)
+            _run([(param, hooks or {})])
 
 
 @contextmanager
