@@ -148,9 +148,6 @@ class FrozenTensor(Tensor):
         tensor.frozen, tensor.views = frozen, views
         return tensor
 
-    def __init__(self, frozen: FrozenWeight, views: tuple[View, ...] = (), like: Tensor | None = None) -> None:
-        pass
-
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"FrozenTensor({self.frozen.name}, {tuple(self.shape)}, {self.dtype}, {self.frozen.codec})"
 

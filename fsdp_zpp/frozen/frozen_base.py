@@ -174,11 +174,6 @@ class FrozenBase:
         groups = dict.fromkeys(weight.placement.mesh.group for weight in self.weights)
         return [group for group in groups if group is not None]
 
-    @property
-    def units(self) -> list[FrozenUnit]:
-        """Return the units; there are none before the first use of a weight."""
-        return list({weight.holder: None for weight in self.weights if isinstance(weight.holder, FrozenUnit)})
-
     def make_units(self) -> None:
         """Group all weights into units, by the model as it is now; see the top of this section. Collective.
 

@@ -348,10 +348,6 @@ class DoubleBuffer:
         wait_for(self._current.ready, unit.device)
         return self._current.parts
 
-    @property
-    def nbytes(self) -> int:
-        return sum(b.memory.nbytes for b in (self._current, self._other) if b.memory is not None)
-
     def drop(self, unit: FrozenUnit) -> None:
         for buffer in (self._current, self._other):
             if buffer.unit is unit:

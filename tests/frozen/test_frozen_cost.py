@@ -22,7 +22,7 @@ from fsdp_zpp.codecs import Codec
 from fsdp_zpp.comm.hops import Hop
 from fsdp_zpp.frozen._torch_modules import frozen_sites
 from fsdp_zpp.frozen.frozen_base import FrozenBase
-from fsdp_zpp.frozen.weight import FrozenWeight
+from fsdp_zpp.frozen.weight import FrozenUnit, FrozenWeight
 from fsdp_zpp_kernels import dequantize_nf4_rows, dequantize_rows, reference
 from fsdp_zpp_kernels.reference import LEVELS, levels_on
 
@@ -174,7 +174,7 @@ def launched_in_a_step(adapter: Adapter, codec: Codec, checkpointing: str) -> No
     for _ in range(2):
         step_of(model)
     (base,) = FrozenBase.below(model)
-    units = {unit.label for unit in base.units}
+    units = {weight.holder.label for weight in base.weights if isinstance(weight.holder, FrozenUnit)}
     uses: list[FrozenWeight] = []
     dense = FrozenWeight.dense
 

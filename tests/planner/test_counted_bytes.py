@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_zpp import Int4, Int8, LoCo, Strategy
 from fsdp_zpp.frozen.frozen_base import FrozenBase
+from fsdp_zpp.frozen.weight import FrozenUnit
 from fsdp_zpp.planner.cluster import Precision
 from fsdp_zpp.planner.memory import Volume, gathers_of, memory_of_units, step_volume
 from fsdp_zpp.planner.model_size import ModelSize, module_size
@@ -117,12 +118,21 @@ def bytes_in(state: Any) -> int:
 
 def bytes_kept(model: nn.Module) -> dict[str, int]:
     units = [unit for unit in named_units(model) if isinstance(unit, StrategyUnit)]
-    bases = FrozenBase.below(model)
+    bases = [
+        [unit for unit in {weight.holder for weight in base.weights} if isinstance(unit, FrozenUnit)]
+        for base in FrozenBase.below(model)
+    ]
     return {
         "errors": bytes_in([unit.errors.state_dict() for unit in units if unit.errors is not None]),
-        "base": sum(unit.nbytes for base in bases for unit in base.units),
-        "gathered": sum(base.units[0]._buffers.nbytes for base in bases),  # which no public name shows
+        "base": sum(unit.nbytes for units_of_base in bases for unit in units_of_base),
+        "gathered": sum(buffer_nbytes(units_of_base[0]) for units_of_base in bases),
     }
+
+
+def buffer_nbytes(unit: FrozenUnit) -> int:
+    """Return the bytes of the two buffers that all units of a base take turns in, which no public name shows."""
+    buffers = unit._buffers._current, unit._buffers._other
+    return sum(buffer.memory.nbytes for buffer in buffers if buffer.memory is not None)
 
 
 def planned(strategy: Strategy, micro_batches: int) -> dict[str, Any]:
