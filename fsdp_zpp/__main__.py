@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
-from importlib.metadata import version
 
 import torch
 
@@ -102,19 +101,12 @@ def _variables() -> dict[str, str]:
 # ---- main
 
 
-class _Version(argparse.Action):
-    """Looks the version up only for ``--version``, since the lookup fails if the package is not installed."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
-        print(f"fsdp_zpp {version('fsdp_zpp')}")
-        parser.exit()
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit status."""
     formatter = partial(argparse.HelpFormatter, max_help_position=28, width=100)
     parser = argparse.ArgumentParser(prog="python -m fsdp_zpp", description=__doc__, formatter_class=formatter)
-    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    present = versions(["fsdp_zpp"]).get("fsdp_zpp", "is not installed")
+    parser.add_argument("--version", action="version", version=f"fsdp_zpp {present}", help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_plan(commands, formatter)
     add_bench(commands, formatter)
