@@ -288,9 +288,7 @@ class GatherPlan:
     def prepare_swaps(self, group: FSDPParamGroup) -> None:
         """After torch's first unshard of a group, make its swaps if all its parameters are plain."""
         params = group.fsdp_params
-        if self.joins or self._world == 1 or torch.is_inference_mode_enabled():
-            return
-        if not all(map(_is_plain, params)):
+        if self.joins or self._world == 1 or torch.is_inference_mode_enabled() or not all(map(_is_plain, params)):
             return
         self.swaps = [Swap.of(param) for param in params]
         self._views = [_beside(param.all_gather_outputs[0], self._world) for param in params]
