@@ -424,17 +424,23 @@ class StrategyAllGather(AllGather):
 
 
 @dataclass(eq=False, repr=False)
-class StrategyReduceScatter(ReduceScatter):
+class GroupReduction:
+    """Reduces a group's gradient of a step, in ``layout``; ``idle`` has the parameters that this rank has not used."""
+
+    reductions: StepReductions
+    group: FSDPParamGroup
+    layout: FlatLayout = NO_PARAMETERS
+    idle: Collection[str] = ()
+
+
+@dataclass(eq=False, repr=False)
+class StrategyReduceScatter(GroupReduction, ReduceScatter):
     """Reduces a group's gradient of a step.
 
     If there are two hops, a call makes only the first. :meth:`finish`, torch's all-reduce hook, makes the second in the
     all-reduce stream, and then calls the user's own ``hook``.
     """
 
-    reductions: StepReductions
-    group: FSDPParamGroup
-    layout: FlatLayout = NO_PARAMETERS
-    idle: Collection[str] = ()
     hook: Callable[[Tensor], None] | None = None
     pending: PendingReduction | None = None
 
@@ -471,14 +477,8 @@ class StrategyReduceScatter(ReduceScatter):
             self.hook(gradient)
 
 
-@dataclass(eq=False, repr=False)
-class StrategyAllReduce:
+class StrategyAllReduce(GroupReduction):
     """The all-reduce hook that reduces a group's gradient where torch shards over one rank and scatters nothing."""
-
-    reductions: StepReductions
-    group: FSDPParamGroup
-    layout: FlatLayout = NO_PARAMETERS
-    idle: Collection[str] = ()
 
     def __call__(self, gradient: Tensor) -> None:
         reduce = self.reductions.current
