@@ -161,10 +161,6 @@ def _instances(model: nn.Module) -> Iterator[FullyShardedDataParallel]:
     return (module for module in model.modules() if isinstance(module, FullyShardedDataParallel))
 
 
-def is_flat(parameter: Tensor) -> bool:
-    return isinstance(parameter, FlatParameter)
-
-
 def original_dtypes(model: nn.Module) -> dict[Tensor, torch.dtype]:
     """Return the dtypes that buffers had before mixed precision; state dicts have buffers in these dtypes."""
     dtypes = {}

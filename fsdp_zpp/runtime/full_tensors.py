@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdp_zpp.comm.hops import AllGathers, Waitable
 from fsdp_zpp.comm.mesh import for_collectives
 from fsdp_zpp.names import parameter_name
 
-from ._torch_flat_parts import FlatPart, Site, flat_parts, is_flat, original_dtypes
+from ._torch_flat_parts import FlatPart, Site, flat_parts, original_dtypes
 
 # ---- tensors that can be had in full, and how each is gathered from its shards
 #
@@ -324,11 +324,11 @@ def tensors_of(model: nn.Module, others: Others = lambda module: {}) -> list[Ten
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[object, TensorOfModel] = {}
     for path, module in modules.items():
-        parts = flat.get(module, {})
-        own: dict[str, Tensor] = {name: p for name, p in module._parameters.items() if p is not None and not is_flat(p)}
+        parameters = module._parameters.items()
+        own: dict[str, Tensor] = {name: p for name, p in parameters if not isinstance(p, FlatParameter | None)}
         buffers = {name: b for name, b in module._buffers.items() if name not in module._non_persistent_buffers_set}
         own |= {name: buffer for name, buffer in buffers.items() if buffer is not None}
-        everything: dict[str, Tensor | FlatPart | FullTensor] = {**own, **parts, **others(module)}
+        everything: dict[str, Tensor | FlatPart | FullTensor] = {**own, **flat.get(module, {}), **others(module)}
         for name, tensor in everything.items():
             key = id(tensor) if isinstance(tensor, Tensor) else tensor
             if key not in found:
