@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -165,22 +166,21 @@ class Traffic:
     each rank must put on the wire when every byte goes to its destination once.
     """
 
-    sent: dict[tuple[Kind, Level], int] = field(default_factory=dict)
-    before_reset: dict[tuple[Kind, Level], int] = field(default_factory=dict)
+    sent: Counter[tuple[Kind, Level]] = field(default_factory=Counter)
+    before_reset: Counter[tuple[Kind, Level]] = field(default_factory=Counter)
 
     def add(self, kind: Kind, level: Level, nbytes: int) -> None:
-        self.sent[kind, level] = self.sent.get((kind, level), 0) + nbytes
+        self.sent[kind, level] += nbytes
 
     def since_reset(self) -> dict[tuple[Kind, Level], int]:
-        return {key: sent - self.before_reset.get(key, 0) for key, sent in self.sent.items()}
+        return {key: sent - self.before_reset[key] for key, sent in self.sent.items()}
 
     def reset(self) -> None:
-        self.before_reset = dict(self.sent)
+        self.before_reset = self.sent.copy()
 
     def take_over(self, other: Traffic) -> None:
-        for mine, others in ((self.sent, other.sent), (self.before_reset, other.before_reset)):
-            for key, nbytes in others.items():
-                mine[key] = mine.get(key, 0) + nbytes
+        self.sent.update(other.sent)
+        self.before_reset.update(other.before_reset)
 
 
 @dataclass(frozen=True, eq=False)
