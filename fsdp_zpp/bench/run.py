@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -182,8 +182,7 @@ def measure(task: Task, make: Make, schedule: Schedule, further: Further | None 
     """Build a training and measure its steps: time in ms, peak memory in GiB, bytes sent in MiB a step. Collective."""
     memory = PeakMemory(task)
     began = time.perf_counter()
-    training = make()
-    try:
+    with closing(make()) as training:
         dist.barrier()
         result: Row = {"build_s": time.perf_counter() - began}
         result |= {"build_peak_gib": memory.since_last(), "left_by_others_gib": memory.left_gib}
@@ -199,8 +198,6 @@ def measure(task: Task, make: Make, schedule: Schedule, further: Further | None 
         losses.append(training.step(tokens))
         result["loss"] = [losses[0].item(), losses[-1].item()]
         return result if further is None else result | further(training, memory)
-    finally:
-        training.close()
 
 
 def attempt(task: Task, name: str, make: Make, schedule: Schedule, further: Further | None = None) -> Row:
