@@ -6,9 +6,10 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -402,14 +403,9 @@ def unfreeze(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     module.register_parameter(name, parameter)
 
 
-@contextmanager
-def replaced(module: FrozenModule, name: str, make: Callable[[], Tensor]) -> Iterator[None]:
+def replaced(module: FrozenModule, name: str, make: Callable[[], Tensor]) -> AbstractContextManager[object]:
     """Let ``module`` compute with the result of ``make`` in place of its weight ``name``, in this context."""
-    vars(module)[_REPLACED][name] = make
-    try:
-        yield
-    finally:
-        del vars(module)[_REPLACED][name]
+    return patch.dict(vars(module)[_REPLACED], {name: make})
 
 
 def frozen_weights_of(module: nn.Module) -> dict[str, FrozenWeight]:

@@ -9,9 +9,10 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -314,22 +315,17 @@ def as_plain(peft_model: PeftModel, state: dict[str, Tensor]) -> Iterator[None]:
         for path, module in nn.Module.named_modules(peft_model, memo, prefix, remove_duplicate):
             yield original_path(path), module
 
-    # PEFT saves the outputs of prompt encoders, so the encoders need full parameters.
-    sharded: list[tuple[nn.Module, str, nn.Parameter]] = []
     encoders = getattr(peft_model, "prompt_encoder", nn.ModuleDict())
-    for path, module in encoders.named_modules():
-        for name, parameter in list(module._parameters.items()):
-            whole = state.get(parameter_name(f"prompt_encoder.{path}", name))
-            if parameter is not None and whole is not None:
-                sharded.append((module, name, parameter))
-                module._parameters[name] = nn.Parameter(whole, requires_grad=False)
-    vars(peft_model)["named_modules"] = named_modules  # on this instance alone
-    try:
+    with ExitStack() as stack:
+        # PEFT saves the outputs of prompt encoders, so the encoders need full parameters.
+        for path, module in encoders.named_modules():
+            for name, parameter in list(module._parameters.items()):
+                whole = state.get(parameter_name(f"prompt_encoder.{path}", name))
+                if parameter is not None and whole is not None:
+                    full = {name: nn.Parameter(whole, requires_grad=False)}
+                    stack.enter_context(patch.dict(module._parameters, full))
+        stack.enter_context(patch.multiple(peft_model, named_modules=named_modules))  # on this instance alone
         yield
-    finally:
-        del vars(peft_model)["named_modules"]
-        for module, name, parameter in sharded:
-            module._parameters[name] = parameter
 
 
 # ---- full tensors

@@ -18,6 +18,7 @@ from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -240,13 +241,9 @@ def _wrapped_on_cpu(model: nn.Module, strategy: FSDPStrategy) -> Iterator[nn.Mod
         device_id=strategy.root_device,
         **strategy.kwargs,
     )
-    # If the policy stayed in ``kwargs``, Lightning would warn that modules are wrapped already.
-    policy = strategy.kwargs.pop("auto_wrap_policy", None)
-    try:
+    with patch.dict(strategy.kwargs):
+        strategy.kwargs.pop("auto_wrap_policy", None)  # else Lightning would warn that modules are wrapped already
         yield wrapped
-    finally:
-        if policy is not None:
-            strategy.kwargs["auto_wrap_policy"] = policy
 
 
 def _outermost_fsdp(model: nn.Module) -> list[FullyShardedDataParallel]:
