@@ -350,7 +350,9 @@ def _rms_scales(blocks: Tensor, absmax: Tensor, numel: int) -> Tensor:
     squares = steps.square_().sum(-1).float()
     starts = torch.arange(0, numel, blocks.shape[-1], device=blocks.device)
     counts = (numel - starts).clamp_max_(blocks.shape[-1])
-    return _times((squares / counts).sqrt_() * unit, RMS_SCALE).clamp_max_(MAX_SCALE)
+    # On some CPUs, torch's square root of an fp32 is not rounded correctly, unlike the kernels'.
+    roots = (squares / counts).double().sqrt_().float()
+    return _times(roots * unit, RMS_SCALE).clamp_max_(MAX_SCALE)
 
 
 def _times(values: Tensor, factor: float) -> Tensor:
