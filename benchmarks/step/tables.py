@@ -188,6 +188,7 @@ STEP_TIME = {
             "no peer-to-peer": "1.35B-2x1-no-p2p-compiled-pairs",
             "sockets": "1.35B-2x1-compiled-pairs",
             "nodes of two": "1.35B-2x2-shared-compiled-pairs",
+            "nodes of two, another machine": "1.35B-2x2-shared-compiled-pairs-again",
         },
         (STEP, HOST),
         (
