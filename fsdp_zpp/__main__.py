@@ -101,12 +101,19 @@ def _variables() -> dict[str, str]:
 # ---- main
 
 
+class _Version(argparse.Action):
+    """Looks the version up only for ``--version``: ``versions`` also asks for GPUs, which takes time."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *unused: object) -> None:
+        print("fsdp_zpp", versions(["fsdp_zpp"]).get("fsdp_zpp", "is not installed"))
+        parser.exit()
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit status."""
     formatter = partial(argparse.HelpFormatter, max_help_position=28, width=100)
     parser = argparse.ArgumentParser(prog="python -m fsdp_zpp", description=__doc__, formatter_class=formatter)
-    present = versions(["fsdp_zpp"]).get("fsdp_zpp", "is not installed")
-    parser.add_argument("--version", action="version", version=f"fsdp_zpp {present}", help="show the version and exit")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_plan(commands, formatter)
     add_bench(commands, formatter)
