@@ -11,7 +11,7 @@ from ._torch_compat import check_torch
 
 check_torch()  # before any module that uses torch's internals is imported
 
-from fsdp_zpp.codecs import NF4, Codec, Int2Delta, Int4, Int4Delta, Int8
+from fsdp_zpp.codecs import NF4, Codec, Int2Delta, Int3, Int4, Int4Delta, Int8
 from fsdp_zpp.frozen.base_files import load_frozen_params, save_frozen_params
 from fsdp_zpp.frozen.hugging_face import save_adapter
 from fsdp_zpp.frozen.quantize import dequantize_frozen_params, quantize_frozen_params
@@ -41,6 +41,7 @@ __all__ = [
     "CodecState",
     "Elastic",
     "Int2Delta",
+    "Int3",
     "Int4",
     "Int4Delta",
     "Int8",

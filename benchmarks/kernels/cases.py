@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from timing import Case, Prepared, tensors_nbytes
 
+from fsdp_zpp.codecs import Int3
 from fsdp_zpp_kernels import (
     add_delta,
     dequantize,
@@ -102,6 +103,18 @@ def _delta(numel: int, block: int, bits: int, add: bool) -> Prepared:
     return lambda: quantize_delta(x, base, *layouts), tensors_nbytes(x, base, delta)
 
 
+def _rotate_and_quantize(numel: int, block: int) -> Prepared:
+    x = _values(numel)
+    return lambda: Int3(block).encode(x, *GRID), tensors_nbytes(x, Int3(block).encode(x, *GRID))
+
+
+def _sum_and_rotate(numel: int, block: int, peers: int) -> Prepared:
+    payload = Int3(block).encode(_values(numel), *GRID).view(peers, CHUNKS // peers, -1)
+    out = torch.empty(numel // peers, device="cuda", dtype=torch.bfloat16)
+    call = lambda: Int3(block).decode_sum(payload, out, 1, CHUNKS // peers, 1 / peers)  # noqa: E731
+    return call, tensors_nbytes(payload, out)
+
+
 def own_cases(numel: int, block: int) -> Iterator[Case]:
     """Yield all of this project's kernels."""
 
@@ -124,3 +137,6 @@ def own_cases(numel: int, block: int) -> Iterator[Case]:
     for bits in (4, 2):
         yield case(f"quantize int{bits} difference from int8", _delta, block, bits, False)
         yield case(f"add int{bits} difference to int8", _delta, block, bits, True)
+    yield case("rotate + quantize int3", _rotate_and_quantize, block)
+    for peers in (2, 4):
+        yield case(f"dequantize + sum int3 over {peers} + rotate", _sum_and_rotate, block, peers)

@@ -6,7 +6,6 @@ tables.py says how names are made.
 from __future__ import annotations
 
 import re
-from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,7 +16,7 @@ from top_k_codec import TopK
 from torch import Tensor
 from torch.distributed.fsdp import ShardingStrategy
 
-from fsdp_zpp import Codec, Int2Delta, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
+from fsdp_zpp import Codec, Int2Delta, Int3, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 
 # ---- codecs
 #
@@ -69,39 +68,37 @@ class Hadamard(Codec):
 
 
 @dataclass(frozen=True)
-class _CodePerByte(Codec):
-    """Blockwise codes: a chunk's payload has the fp32 scales of all blocks, then one int8 code for each value.
+class Bytewise(Codec):
+    """Symmetric blockwise integers in [-qmax, qmax], with the largest magnitude of a block as scale.
+
+    Stochastic rounding goes up or down at random so that the mean is right. It draws from the device's default
+    generator: ranks must be seeded differently, or their errors would not average out. A chunk's payload has the fp32
+    scales of all blocks, then one int8 code for each value.
 
     Args:
-        block: Values that share one scale.
+        block: Values that share one fp32 scale.
+        qmax: Largest code; 1 takes 2 bits, 7 takes 4.
+        stochastic: Whether rounding is stochastic, and not to nearest.
     """
 
     block: int
+    qmax: int
+    stochastic: bool = False
 
-    @abstractmethod
-    def _quantize(self, blocks: Tensor, padding: int) -> tuple[Tensor, Tensor]:
-        """Quantize blocks.
-
-        Args:
-            blocks: fp32 [chunks, blocks, block], which may share memory with the values.
-            padding: Number of zeros at the end of each chunk that complete its last block.
-
-        Returns:
-            Scales, fp32 [chunks, blocks, 1], and codes, int8 [chunks, blocks, block].
-        """
-
-    def _levels(self, codes: Tensor) -> Tensor:
-        """Return the values of codes in units of their blocks' scales; by default codes are integers themselves."""
-        return codes
+    def __str__(self) -> str:
+        return f"{'stochastic-' if self.stochastic else ''}int{self.qmax.bit_length() + 1}({self.block})"
 
     def nbytes(self, numel: int) -> int:
         padded = _padded(numel, self.block)
         return padded + padded // self.block * 4
 
     def encode(self, values: Tensor, rows: int, cols: int) -> Tensor:
-        numel = values.numel() // (rows * cols)
         blocks = _chunks(values, rows * cols, self.block).unflatten(1, (-1, self.block))
-        scales, codes = self._quantize(blocks, -numel % self.block)
+        scales = blocks.abs().amax(dim=2, keepdim=True) / self.qmax
+        # A block of zeros has no scale; one that holds an infinity becomes NaN by its scale, whatever the codes.
+        unit = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).nan_to_num_()
+        unit = unit.add_(torch.rand_like(unit)).floor_() if self.stochastic else unit.round_()
+        codes = unit.clamp_(-self.qmax, self.qmax).to(torch.int8)
         payload = torch.cat([scales.flatten(1).view(torch.uint8), codes.flatten(1).view(torch.uint8)], dim=1)
         return payload.view(rows, cols, -1).transpose(0, 1).reshape(rows * cols, -1)
 
@@ -113,79 +110,8 @@ class _CodePerByte(Codec):
         scales_end = _padded(numel, self.block) // self.block * 4
         scales = payload[..., :scales_end].contiguous().view(torch.float32)
         codes = payload[..., scales_end:].view(torch.int8).unflatten(-1, (-1, self.block))
-        sums = (self._levels(codes) * scales.unsqueeze(-1)).sum(dim=0).mul_(scale).flatten(1)[:, :numel]
+        sums = (codes * scales.unsqueeze(-1)).sum(dim=0).mul_(scale).flatten(1)[:, :numel]
         out.view(cols, rows, numel).copy_(sums.unflatten(0, (rows, cols)).transpose(0, 1))
-
-
-@dataclass(frozen=True)
-class Bytewise(_CodePerByte):
-    """Symmetric blockwise integers in [-qmax, qmax], with the largest magnitude of a block as scale.
-
-    Stochastic rounding goes up or down at random so that the mean is right. It draws from the device's default
-    generator: ranks must be seeded differently, or their errors would not average out.
-
-    Args:
-        block: Values that share one fp32 scale.
-        qmax: Largest code; 1 takes 2 bits, 7 takes 4.
-        stochastic: Whether rounding is stochastic, and not to nearest.
-    """
-
-    qmax: int
-    stochastic: bool = False
-
-    def __str__(self) -> str:
-        return f"{'stochastic-' if self.stochastic else ''}int{self.qmax.bit_length() + 1}({self.block})"
-
-    def _quantize(self, blocks: Tensor, padding: int) -> tuple[Tensor, Tensor]:
-        scales = blocks.abs().amax(dim=2, keepdim=True) / self.qmax
-        # A block of zeros has no scale; one that holds an infinity becomes NaN by its scale, whatever the codes.
-        unit = (blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)).nan_to_num_()
-        unit = unit.add_(torch.rand_like(unit)).floor_() if self.stochastic else unit.round_()
-        return scales, unit.clamp_(-self.qmax, self.qmax).to(torch.int8)
-
-
-@dataclass(frozen=True)
-class LloydMax(_CodePerByte):
-    """The eight levels that are best for normally distributed values, in units of a block's root mean square.
-
-    Levels are those of J. Max, "Quantizing for minimum distortion" (1960), table I; values go to the nearest one. None
-    is zero, so a zero decodes to the level below it, unless its whole block is zeros. A block with an infinity or a NaN
-    decodes to NaN. Squares must neither overflow nor underflow in fp32.
-
-    Args:
-        block: Values that share one fp32 scale.
-        unbiased: Whether the scale is ``<x, x> / <x, q>``, by which ``<x, decoded>`` is ``<x, x>`` (EDEN,
-            arXiv 2108.08842), and not the root mean square; q are the levels that values ``x`` go to.
-    """
-
-    unbiased: bool = False
-
-    def __str__(self) -> str:
-        return f"{'unbiased-' if self.unbiased else ''}lloyd3({self.block})"
-
-    def _quantize(self, blocks: Tensor, padding: int) -> tuple[Tensor, Tensor]:
-        norms = torch.linalg.vector_norm(blocks, dim=2, keepdim=True)
-        scales = norms / self.block**0.5
-        scales[:, -1:] *= (self.block / (self.block - padding)) ** 0.5
-        # NaN, also 0 / 0 in a block of zeros, has a code like others: the block becomes NaN or zeros by its scale.
-        codes = torch.bucketize(blocks / scales, _lloyd_max(blocks.device)[1], out_int32=True)
-        if self.unbiased:
-            products = self._levels(codes).mul_(blocks).sum(dim=2, keepdim=True)
-            scales = norms.square_() / products.clamp_min_(torch.finfo(torch.float32).tiny)
-        # No level is zero, so an infinite scale would make infinities of finite values.
-        return scales.masked_fill_(scales.isinf(), torch.nan), codes.to(torch.int8)
-
-    def _levels(self, codes: Tensor) -> Tensor:
-        # Indexing would make 64-bit indices.
-        return _lloyd_max(codes.device)[0].index_select(0, codes.int().flatten()).view(codes.shape)
-
-
-@cache
-def _lloyd_max(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return eight levels for values of variance 1, and the thresholds halfway between them."""
-    positive = torch.tensor([0.2451, 0.7560, 1.344, 2.152])
-    levels = torch.cat([-positive.flip(0), positive])
-    return levels.to(device), ((levels[1:] + levels[:-1]) / 2).to(device)
 
 
 def _padded(numel: int, multiple: int) -> int:
@@ -221,14 +147,13 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "int4x2": {"gradients": Int4(2048), "intra_gradients": Int4(2048)},
     "int4c": {"gradients": Int4(2048), "intra_gradients": Int8(128)},
     "int2": {"gradients": Bytewise(128, qmax=1), "intra_gradients": Int8(128)},
-    "int3": {"gradients": LloydMax(128), "intra_gradients": Int8(128)},
-    "int3u": {"gradients": LloydMax(128, unbiased=True), "intra_gradients": Int8(128)},
+    "int3": {"gradients": Int3(128), "intra_gradients": Int8(128)},
 }
 NAMES = (
     "full_shard int4 int4+loco int4x2 int4x2+loco int2 int2+loco int4+loco-beta0 int4+hadamard int8 "
     "w8:full_shard w8:int4 w8:int4+loco int4x2+loco-beta0 int4x2+hadamard w8:int4+loco-beta0 w8:int4+hadamard w8:int8 "
     "int4+stochastic w8:int4x2 w8:int4x2+loco w8:int4x2+loco-beta0 int4c int4c+loco d4:int4 d4:full_shard "
-    "d2:int4 d2:full_shard w8:int3 w8:int3u w8:int3u+hadamard"
+    "d2:int4 d2:full_shard w8:int3"
 ).split()
 """All names of the convergence study, in the order in which they are trained, the most important first."""
 

@@ -1,8 +1,7 @@
 """Tables of losses: of the comparisons of examples/train.py, of gaps between runs of studies, and of computations.
 
 A name of the convergence study is ``FAMILY`` or ``FAMILY+CHANGE``; ``w8:`` before it means that weights travel as
-int8(256), ``d4:`` that their changes travel as int4(256), ``d2:`` as int2(256). Codes of ``int3`` are levels of Lloyd
-and Max, which ``int3u`` scales as EDEN does, whose scale is made for a rotated basis: ``int3u+hadamard``.
+int8(256), ``d4:`` that their changes travel as int4(256), ``d2:`` as int2(256).
 
 A name of the study of local steps is ``localEVERY:CODEC[+loco][:CHANGE]...``, where a change is ``at-once`` (all
 fragments in the same step), ``overlapSTEPS``, ``mixSHARE``, ``outerLR``, ``momentumVALUE``, ``momentum-auto`` or

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_zpp.codecs import Codec, Int2Delta, Int4Delta
+from fsdp_zpp.codecs import Codec, Int2Delta, Int3, Int4Delta
 from fsdp_zpp.frozen.quantize import quantize_frozen_params
 from fsdp_zpp.fsdp2.fully_shard import fully_shard
 from fsdp_zpp.names import did_you_mean, how_to_install
@@ -354,6 +354,7 @@ _STRATEGIES: dict[str, Strategy | ShardingStrategy] = {
     "zeropp-delta": Strategy.zeropp(weights=Int4Delta()),
     "zeropp-delta-IIG": Strategy.zeropp(levels="IIG", weights=Int4Delta()),
     "zeropp-delta2": Strategy.zeropp(weights=Int2Delta()),
+    "zeropp-delta2-int3": Strategy.zeropp(weights=Int2Delta(), gradients=Int3()),
     "zeropp-delta2-IIG": Strategy.zeropp(levels="IIG", weights=Int2Delta()),
     "loco": Strategy.loco(),
     "mixzpp": Strategy.mixzpp(),

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, TypeVar
 
-from fsdp_zpp.codecs import NAMED, NF4, AsStored, Codec, FrozenName, Int2Delta, Int4, Int4Delta, Int8
+from fsdp_zpp.codecs import NAMED, NF4, AsStored, Codec, FrozenName, Int2Delta, Int3, Int4, Int4Delta, Int8
 from fsdp_zpp.names import REMOVED, check_keywords, did_you_mean
 
 from .error_feedback import LoCo
@@ -33,18 +33,19 @@ class StrategyArguments(TypedDict, total=False):
 
 # ---- names
 #
-# Codecs by name, for configuration files and command lines: ``int8``, ``int8:256``, ``int4``, ``int4delta``,
-# ``int2delta``, ``nf4``.
+# Codecs by name, for configuration files and command lines: ``int8``, ``int8:256``, ``int4``, ``int3``,
+# ``int4delta``, ``int2delta``, ``nf4``.
 #
 # A name may be followed by the codec's block, as in ``int8:256``. ``as stored`` and ``auto``, for frozen weights, keep
 # the codes of weights that are stored quantized; ``auto`` also encodes the other weights in ``int8``.
 #
 # A mapping names each argument of a codec: ``{codec: int4delta, block: 256, whole: int8:128}``.
 
-_Named = Int8 | Int4 | Int4Delta | Int2Delta | NF4
+_Named = Int8 | Int4 | Int3 | Int4Delta | Int2Delta | NF4
 CODECS: dict[str, type[_Named]] = {
     "int8": Int8,
     "int4": Int4,
+    "int3": Int3,
     "int4delta": Int4Delta,
     "int2delta": Int2Delta,
     "nf4": NF4,

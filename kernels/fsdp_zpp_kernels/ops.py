@@ -344,7 +344,7 @@ def quantize(values: Tensor, rows: int, cols: int, bits: int, block: int, tail: 
             ``(r * cols + c) * numel``.
         rows: Rows of the grid of chunks, from 1 to 65535.
         cols: Columns of the grid, from 1 to 65535.
-        bits: Width of a code, 2, 4 or 8.
+        bits: Width of a code, 2, 3, 4 or 8.
         block: Number of values that share a scale, a power of two from 32 to 4096.
         tail: Number of fp32 values at the end of each row, a multiple of 4, that the caller fills in.
 

@@ -20,8 +20,8 @@ from torch import Tensor
 #
 # An int8 code is one two's-complement byte. Two int4 codes share a byte: value ``2i`` is the low nibble, value ``2i +
 # 1`` the high one. Four int2 codes share a byte in the same order. So code ``i`` of a little-endian word starts at bit
-# ``i * bits``, whatever the width, and kernels can handle all widths as 32-bit words. The padding is zero because ranks
-# compare payloads byte by byte.
+# ``i * bits``, and kernels can handle codes as 32-bit words. Every 32 int3 codes are three words: the codes' lower two
+# bits as int2 codes lie, then their sign bits. The padding is zero because ranks compare payloads byte by byte.
 #
 # The tail is room for values that travel exactly. It belongs to the caller: the ops neither read nor write it, so it
 # is uninitialized in the payloads that ops return. An empty chunk has a tail like any other; its row is the tail alone.
@@ -31,16 +31,16 @@ from torch import Tensor
 # all-zero block has scale 0 and codes 0. A block that holds an Inf or a NaN has scale Inf and codes 0, so all of it
 # decodes to NaN (0 * Inf).
 #
-# [Note: Two bits]
-# If one of the symmetric levels were 0, there would be three, not four. A scale from a block's largest value would put
-# levels where few values lie. So int2 codes, from -2 to 1, decode to ``(2 * code + 1) * scale``, and the scale is
-# RMS_SCALE times the block's root mean square: for normally distributed values, these are the best equidistant levels
-# (J. Max, "Quantizing for minimum distortion", 1960, table II). Lloyd and Max's unequal levels have 1.2 % less squared
-# error, but need a table. Larger values clip. Only integers are squared: ``|value| * SQUARED_STEPS / absmax`` rounded
-# once, half to even, so their sum is exact in any order. In a partial block, the mean is over the values that exist.
-# Encoding takes ``scale = truncated(min(max(rms * RMS_SCALE, MIN_SCALE), MAX_SCALE))`` and ``code = round_half_even(
-# min(max(value * (0.5 / scale) - 0.5, -2), 1))``. So a zero decodes to ``scale``, unless its whole block is zero. A
-# block that is not finite has scale NaN and codes 0.
+# [Note: Levels without a zero]
+# If one of int2's symmetric levels were 0, there would be three, not four. A scale from a block's largest value would
+# put levels where few values lie. So int2 and int3 codes, from -qmax - 1 to qmax, decode to ``(2 * code + 1) * scale``,
+# and the scale is RMS_SCALES[bits] times the block's root mean square: for normally distributed values, these are the
+# best equidistant levels (J. Max, "Quantizing for minimum distortion", 1960, table II). Lloyd and Max's unequal levels
+# have 1.2 % less squared error in 2 bits, 8 % in 3, but need a table. Larger values clip. Only integers are squared:
+# ``|value| * SQUARED_STEPS / absmax`` rounded once, half to even, so their sum is exact in any order. In a partial
+# block, the mean is over the values that exist. Encoding takes ``scale = truncated(min(max(rms * RMS_SCALES[bits],
+# MIN_SCALE), MAX_SCALE))`` and ``code = round_half_even(min(max(value * (0.5 / scale) - 0.5, -qmax - 1), qmax))``. So a
+# zero decodes to ``scale``, unless its whole block is zero. A block that is not finite has scale NaN and codes 0.
 #
 # [Note: Exact products]
 # A scale is truncated to 16 significant bits and a code has at most 7, so ``code * scale`` needs 23 of fp32's 24 bits
@@ -55,7 +55,7 @@ ALIGNMENT = 16
 # Tails have a multiple of this many fp32 values, so that no padding follows them.
 TAIL_STEP = ALIGNMENT // 4
 
-BITS = (2, 4, 8)
+BITS = (2, 3, 4, 8)
 # A thread reads up to 32 codes (16 bytes of int4) with one scale, so they must all belong to one block.
 MIN_BLOCK = 32
 # A Triton program holds a whole block in registers. In larger blocks, the maximum would take a second pass over memory.
@@ -67,12 +67,12 @@ MIN_SCALE = 2.0**-126
 SCALE_MASK = -0x100
 # More than the sum of two rounding errors of 2**-24: of 1 / qmax, and of the product of absmax and that.
 SCALE_RAISE = 2.0**-22
-# The scale of int2 codes (half the distance between levels) in units of the root mean square. See [Note: Two bits].
-RMS_SCALE = 0.49785
+# By bits, scales (half the distance of levels) in units of the root mean square; see [Note: Levels without a zero].
+RMS_SCALES = {2: 0.49785, 3: 0.2930}
 # The largest integer that is squared. The sum of a thread's 32 squares is exact in fp32, that of a block in an int32.
 SQUARED_STEPS = 255
-# The largest int2 scale: the outer level, 3 * scale, is finite.
-MAX_SCALE = 2.0**126
+# The largest scale in 2 and 3 bits: the outer level, up to 7 * scale, is finite.
+MAX_SCALE = 2.0**125
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class PayloadLayout:
     """Layout of the codes, the scales and the tail in a chunk's payload.
 
     Args:
-        bits: Width of a code, 2, 4 or 8.
+        bits: Width of a code, 2, 3, 4 or 8.
         block: Number of values that share a scale, a power of two from 32 to 4096.
         tail: Number of fp32 values at the end of each row, a multiple of 4.
 
@@ -94,7 +94,7 @@ class PayloadLayout:
 
     def __post_init__(self) -> None:
         if self.bits not in BITS:
-            raise ValueError(f"bits is {self.bits!r}, but a code has 2, 4 or 8 bits")
+            raise ValueError(f"bits is {self.bits!r}, but a code has 2, 3, 4 or 8 bits")
         # Triton's ranges are powers of two. If blocks are, too, a tile holds whole blocks of every layout.
         if not MIN_BLOCK <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
             raise ValueError(
@@ -108,7 +108,7 @@ class PayloadLayout:
 
     @property
     def qmax(self) -> int:
-        """Return the largest code, 1, 7 or 127. Codes of 4 and 8 bits are symmetric, so -8 and -128 never occur."""
+        """Return the largest code, 1, 3, 7 or 127. Codes of 4 and 8 bits are symmetric, so -8 and -128 never occur."""
         return (1 << (self.bits - 1)) - 1
 
     def blocks(self, numel: int) -> int:
@@ -116,8 +116,8 @@ class PayloadLayout:
         return (numel + self.block - 1) // self.block
 
     def codes_nbytes(self, numel: int) -> int:
-        """Return the bytes of the codes of ``numel`` values, without padding."""
-        return (numel * self.bits + 7) // 8
+        """Return the bytes of the codes of ``numel`` values, without padding; int3 codes are padded to 32."""
+        return -(-numel // 32) * 12 if self.bits == 3 else (numel * self.bits + 7) // 8
 
     def scales_offset(self, numel: int) -> int:
         """Return the offset of the scales in the row, in bytes."""
@@ -289,12 +289,12 @@ def _encode(values: Tensor, rows: int, cols: int, layout: PayloadLayout) -> Tens
     """Quantize ``[rows * cols, numel]`` values into payload rows, chunk (r, c) to row ``c * rows + r``."""
     numel = values.shape[1]
     codes, scales = _quantize_blocks(_blocks(values, layout.block), layout, numel)
-    packed = codes.flatten(1).view(torch.uint8)
-    if layout.bits < 8:
-        # The mask clears the sign extension of all codes of a byte.
-        per = 8 // layout.bits
-        packed = packed & ((1 << layout.bits) - 1)
-        packed = functools.reduce(torch.bitwise_or, (packed[:, at::per] << at * layout.bits for at in range(per)))
+    codes = codes.flatten(1).view(torch.uint8)
+    if layout.bits == 3:
+        runs = codes.unflatten(1, (-1, 32))
+        packed = torch.cat([_packed(runs, 2), _packed(runs >> 2, 1)], dim=-1).flatten(1)
+    else:
+        packed = _packed(codes, layout.bits)
 
     # Zeros, not empty: ranks compare payloads byte by byte, padding included.
     payload = values.new_zeros((rows * cols, layout.nbytes(numel)), dtype=torch.uint8)
@@ -304,6 +304,22 @@ def _encode(values: Tensor, rows: int, cols: int, layout: PayloadLayout) -> Tens
     scale_bytes = scales.view(torch.uint8)
     chunks[..., start : start + scale_bytes.shape[1]].copy_(scale_bytes.unflatten(0, (rows, cols)))
     return payload
+
+
+def _packed(codes: Tensor, bits: int) -> Tensor:
+    """Pack the lowest ``bits`` bits of uint8 ``[..., n]``, the first code lowest: uint8 ``[..., n * bits / 8]``."""
+    if bits == 8:
+        return codes
+    codes, per = codes & ((1 << bits) - 1), 8 // bits
+    return functools.reduce(torch.bitwise_or, (codes[..., at::per] << at * bits for at in range(per)))
+
+
+def _unpacked(packed: Tensor, bits: int, numel: int) -> Tensor:
+    """Return the ``numel`` codes of int8 ``[..., nbytes]``, with their signs: int8 ``[..., numel]``."""
+    # The left shift moves a code to the top of its byte, and the arithmetic right shift extends its sign.
+    return torch.stack([packed << up for up in range(8 - bits, -1, -bits)], dim=-1).flatten(-2)[..., :numel] >> (
+        8 - bits
+    )
 
 
 def _blocks(values: Tensor, block: int) -> Tensor:
@@ -323,27 +339,28 @@ def _quantize_blocks(blocks: Tensor, layout: PayloadLayout, numel: int) -> tuple
     absmax = blocks.abs().amax(-1)
     finite = absmax.isfinite()
     live = finite & (absmax > 0)
-    if layout.bits == 2:
-        largest = _rms_scales(blocks, absmax, numel)
+    has_rms_scales = layout.bits in RMS_SCALES
+    if has_rms_scales:
+        largest = _rms_scales(blocks, absmax, numel, RMS_SCALES[layout.bits])
     else:
         largest = _times(absmax, (1 + SCALE_RAISE) / layout.qmax)
     # The mask cuts mantissa bits, so it rounds towards 0. [Note: Exact products] needs this.
     scales = (largest.clamp_min_(MIN_SCALE).view(torch.int32) & SCALE_MASK).view(torch.float32)
-    inverse = torch.where(live, (0.5 if layout.bits == 2 else 1) / scales, 0)
+    inverse = torch.where(live, (0.5 if has_rms_scales else 1) / scales, 0)
     codes = blocks * inverse.unsqueeze(-1)
-    if layout.bits == 2:
-        codes.sub_(0.5).clamp_(-2, 1)
+    if has_rms_scales:
+        codes.sub_(0.5).clamp_(-layout.qmax - 1, layout.qmax)
     # round() takes half to even, as the kernels do. A live block has finite codes here and a zero block has zeros.
     codes.round_()
     if not finite.all():
         # A non-finite block may hold NaN, whose conversion to int8 is undefined.
         codes.masked_fill_(~finite.unsqueeze(-1), 0)
-    scales = scales.masked_fill_(absmax == 0, 0).masked_fill_(~finite, torch.nan if layout.bits == 2 else torch.inf)
+    scales = scales.masked_fill_(absmax == 0, 0).masked_fill_(~finite, torch.nan if has_rms_scales else torch.inf)
     return codes.to(torch.int8), scales
 
 
-def _rms_scales(blocks: Tensor, absmax: Tensor, numel: int) -> Tensor:
-    """Return RMS_SCALE times the root mean square of each block, fp32 ``[n, blocks]``; see [Note: Two bits]."""
+def _rms_scales(blocks: Tensor, absmax: Tensor, numel: int, factor: float) -> Tensor:
+    """Return ``factor`` times the root mean square of each block, fp32 ``[n, blocks]``."""
     unit = _times(absmax, 1 / SQUARED_STEPS).clamp_min_(MIN_SCALE)
     # Products of fp32 and sums of squares are exact in fp64. Zeros that complete a block do not count.
     steps = (blocks.double().abs_() * (1 / unit).double().unsqueeze(-1)).round_()
@@ -352,7 +369,7 @@ def _rms_scales(blocks: Tensor, absmax: Tensor, numel: int) -> Tensor:
     counts = (numel - starts).clamp_max_(blocks.shape[-1])
     # On some CPUs, torch's square root of an fp32 is not rounded correctly, unlike the kernels'.
     roots = (squares / counts).double().sqrt_().float()
-    return _times(roots * unit, RMS_SCALE).clamp_max_(MAX_SCALE)
+    return _times(roots * unit, factor).clamp_max_(MAX_SCALE)
 
 
 def _times(values: Tensor, factor: float) -> Tensor:
@@ -376,19 +393,16 @@ def _decode(payload: Tensor, numel: int, layout: PayloadLayout) -> Tensor:
         return payload.new_empty((n, 0), dtype=torch.float32)
     codes, scales = layout.codes(payload, numel).view(torch.int8), layout.scales(payload, numel)
 
+    if layout.bits == 3:
+        runs = codes.unflatten(1, (-1, 12))
+        codes = (_unpacked(runs[..., :8], 2, 32) & 3 | _unpacked(runs[..., 8:], 1, 32) << 2).flatten(1)[:, :numel]
+    elif layout.bits < 8:
+        codes = _unpacked(codes, layout.bits, numel)
     # The end of a partial last block stays uninitialized; the returned slice excludes it.
     values = payload.new_empty((n, blocks * layout.block), dtype=torch.float32)
-    chunk = values[:, :numel]
-    per = 8 // layout.bits
-    if per == 1:
-        chunk.copy_(codes)
-    for at in range(per if per > 1 else 0):
-        # The left shift moves a code to the top of its byte, and the arithmetic right shift extends its sign. The slice
-        # leaves out the last byte if no code is at this place in it.
-        some = codes[:, : -((at - numel) // per)]
-        chunk[:, at::per] = (some << (8 - layout.bits - at * layout.bits)) >> (8 - layout.bits)
-    if layout.bits == 2:
+    chunk = values[:, :numel].copy_(codes)
+    if layout.bits in RMS_SCALES:
         chunk.mul_(2).add_(1)
-    # A non-finite block has codes 0 and the scale Inf (NaN in 2 bits), so all of its values become NaN.
+    # A non-finite block has codes 0 and the scale Inf (NaN in 2 and 3 bits), so all of its values become NaN.
     values.unflatten(1, (blocks, layout.block)).mul_(scales.unsqueeze(-1))
     return chunk

@@ -21,11 +21,6 @@ from fsdp_zpp import Codec, Int4, LocalSteps, LoCo
 
 configurations = load("loss", "configurations")
 tables = load("loss", "tables")
-CODECS = (
-    configurations.Bytewise(32, qmax=1),
-    configurations.LloydMax(32),
-    configurations.LloydMax(32, unbiased=True),
-)
 TINY = "--gpus-per-node 2 --hidden 32 --layers 1 --sequence 64 --batch 4 --lr 1e-2".split()
 Result = dict[str, Any]
 
@@ -86,18 +81,11 @@ def levels_of(block: np.ndarray, codec: Any) -> np.ndarray:
     """Return the values that a block decodes to, in fp64."""
     if not np.isfinite(block).all():
         return np.full_like(block, np.nan)
-    if isinstance(codec, configurations.Bytewise):
-        levels, scale = np.arange(-codec.qmax, codec.qmax + 1), abs(block).max() / codec.qmax
-    else:
-        levels = np.outer([-1, 1], [0.2451, 0.7560, 1.344, 2.152]).flatten()
-        scale = math.sqrt(block @ block / len(block))
-    nearest = levels[abs(block[:, None] - scale * levels).argmin(axis=1)]
-    if getattr(codec, "unbiased", False) and scale:
-        scale = block @ block / (block @ nearest)
-    return scale * nearest
+    levels, scale = np.arange(-codec.qmax, codec.qmax + 1), abs(block).max() / codec.qmax
+    return scale * levels[abs(block[:, None] - scale * levels).argmin(axis=1)]
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("codec", [configurations.Bytewise(32, qmax=qmax) for qmax in (1, 7)], ids=str)
 @pytest.mark.parametrize(("rows", "cols", "numel"), [(1, 1, 1), (2, 3, 70), (3, 1, 64), (2, 2, 301)])
 def test_values_go_to_the_nearest_levels_of_their_block(codec: Codec, rows: int, cols: int, numel: int) -> None:
     grid = torch.randn(2, rows, cols, numel, generator=torch.Generator().manual_seed(0)) ** 3
@@ -117,20 +105,6 @@ def test_values_go_to_the_nearest_levels_of_their_block(codec: Codec, rows: int,
     codec.decode_sum(payload, out, cols, rows, 0.5)
     there = expected.mean(axis=0).reshape(cols, rows, numel).swapaxes(0, 1).flatten()
     np.testing.assert_allclose(out, there, rtol=1e-5, atol=1e-6)
-
-
-def test_three_bits_have_the_error_of_theory_and_keep_products_if_unbiased() -> None:
-    x = torch.randn(2**20, generator=torch.Generator().manual_seed(0))
-    decoded = []
-    for unbiased in (False, True):
-        codec = configurations.LloydMax(2**13, unbiased)
-        decoded.append(torch.empty_like(x))
-        codec.decode(codec.encode(x, 1, 1), decoded[-1], 1, 1)
-    assert (x - decoded[0]).square().mean().item() == pytest.approx(0.03454, rel=0.02)  # of Max's table
-    squares, products = (x.mul(each).view(-1, 2**13).sum(dim=1) for each in (x, decoded[1]))
-    torch.testing.assert_close(products, squares)
-    hadamard = configurations.Hadamard(configurations.LloydMax(128, unbiased=True))
-    assert configurations.sharding("w8:int3u+hadamard", 1).gradients == hadamard
 
 
 # ---- compare, and convergence

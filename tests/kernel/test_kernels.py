@@ -239,34 +239,50 @@ def encode_block(values: Any, qmax: int) -> tuple[Any, np.float32]:
     return np.clip(np.rint(values * (np.float32(1) / scale)), -qmax, qmax).astype(np.int8), scale
 
 
-def encode_block_in_2_bits(values: Any) -> tuple[Any, np.float32]:
+def encode_block_by_rms(values: Any, bits: int) -> tuple[Any, np.float32]:
     absmax = np.abs(values).max()
     if absmax == 0 or not np.isfinite(absmax):
         return np.zeros(len(values), np.int8), np.float32(0 if absmax == 0 else np.nan)
     unit = max(absmax * np.float32(1 / 255), np.float32(2.0**-126))
     square = sum(int(step) ** 2 for step in np.rint(np.abs(values.astype(float)) * float(np.float32(1) / unit)))
     rms = np.sqrt(np.float32(square) / np.float32(len(values))) * unit
-    scale = truncated(np.clip(rms * np.float32(0.49785), np.float32(2.0**-126), np.float32(2.0**126)))
-    return np.clip(np.rint(values * (np.float32(0.5) / scale) - np.float32(0.5)), -2, 1).astype(np.int8), scale
+    step = {2: 0.49785, 3: 0.2930}[bits]
+    scale, half = (
+        truncated(np.clip(rms * np.float32(step), np.float32(2.0**-126), np.float32(2.0**125))),
+        np.float32(0.5),
+    )
+    return np.clip(np.rint(values * (half / scale) - half), -(1 << bits - 1), (1 << bits - 1) - 1).astype(
+        np.int8
+    ), scale
 
 
 def encode(values: Any, bits: int, block: int) -> bytes:
     qmax = PayloadLayout(bits, block).qmax
     pieces = [values[start : start + block] for start in range(0, len(values), block)]
-    coded = [encode_block_in_2_bits(piece) if bits == 2 else encode_block(piece, qmax) for piece in pieces]
+    coded = [encode_block_by_rms(piece, bits) if bits < 4 else encode_block(piece, qmax) for piece in pieces]
     codes = np.concatenate([codes for codes, _ in coded]).view(np.uint8)
-    if bits < 8:
+    if bits == 3:
+        runs = np.pad(codes, (0, -len(codes) % 32)).reshape(-1, 32)
+        fields = [sum(int(code & 3) << 2 * at for at, code in enumerate(run)) for run in runs]
+        signs = [sum(int(code >> 2 & 1) << at for at, code in enumerate(run)) for run in runs]
+        both = (struct.pack("<QI", *pair) for pair in zip(fields, signs, strict=True))
+        codes = np.frombuffer(b"".join(both), np.uint8)
+    elif bits < 8:
         bytewise = np.pad(codes, (0, -len(codes) % (8 // bits))).reshape(-1, 8 // bits) & (2**bits - 1)
         codes = np.array([sum(int(code) << bits * at for at, code in enumerate(byte)) for byte in bytewise], np.uint8)
     return padded(codes.tobytes()) + padded(np.array([scale for _, scale in coded], "<f4").tobytes())
 
 
 def decode(row: bytes, numel: int, bits: int, block: int) -> Any:
-    codes = np.frombuffer(row, np.int8)
-    if bits < 8:  # shifts to the right keep the sign
+    codes, nbytes = np.frombuffer(row, np.int8), (numel * bits + 7) // 8
+    if bits == 3:
+        nbytes = -(-numel // 32) * 12
+        runs = struct.iter_unpack("<QI", row[:nbytes])
+        codes = np.array([(low >> 2 * at & 3) - 4 * (signs >> at & 1) for low, signs in runs for at in range(32)])
+    elif bits < 8:  # shifts to the right keep the sign
         codes = np.stack([codes << up for up in range(8 - bits, -1, -bits)], axis=1).flatten() >> (8 - bits)
-    scales = np.frombuffer(row, "<f4", offset=len(padded(bytes((numel * bits + 7) // 8))))
-    return (2 * codes[:numel] + 1 if bits == 2 else codes[:numel]) * scales.repeat(block)[:numel]
+    scales = np.frombuffer(row, "<f4", offset=len(padded(bytes(nbytes))))
+    return (2 * codes[:numel] + 1 if bits < 4 else codes[:numel]) * scales.repeat(block)[:numel]
 
 
 # ---- kernels beside the reference and the oracle
@@ -281,6 +297,10 @@ SHAPES = [
     (2, 32, 45, 2, 3),
     (2, 256, 2175, 1, 2),
     (2, 4096, 4099, 1, 1),
+    (3, 32, 45, 2, 3),
+    (3, 128, 2175, 1, 2),
+    (3, 128, 4096, 1, 1),
+    (3, 4096, 4099, 1, 1),
 ]
 """Bits, block, values in a chunk, and the grid of chunks.
 
@@ -289,6 +309,7 @@ A partial block, a partial word, whole tiles, a tile and a bit; aligned and not;
 ERROR_BLOCKS = [0, 64, 1024]
 AGAIN = [(8, 256, 4, 128, 4096, 1), (4, 32, 8, 4096, 4099, 1), (8, 4096, 8, 32, 1023, 2), (4, 128, 4, 256, 130, 3)]
 AGAIN += [(8, 256, 2, 256, 4096, 1), (8, 64, 2, 128, 2055, 2), (2, 32, 2, 32, 1037, 2), (2, 4096, 8, 256, 4099, 1)]
+AGAIN += [(8, 128, 3, 128, 2080, 2), (3, 32, 3, 64, 1037, 2), (3, 4096, 8, 256, 4099, 1)]
 """Bits and block, those of what is encoded again or of a delta, values in a chunk, and chunks."""
 
 
@@ -408,6 +429,12 @@ def test_payloads_written_down_by_hand() -> None:
     scale = truncated(np.float32(0.49785 * math.sqrt((3 * 255**2 + 2 * 85**2) / 5)))
     expected = bytes([0b11_00_10_01, 0b01]) + bytes(14) + struct.pack("<4f", scale, 0, 0, 0)
     assert bytes(quantize(values, 1, 1, 2, 32)[0].tolist()) == expected
+    values = torch.tensor([7.0, -7.0, 1.0, -1.0, 3.0])  # codes 2, -3, 0, -1, 1
+    scale = truncated(np.float32(0.2930 * math.sqrt((2 * 255**2 + 2 * 36**2 + 109**2) / 5) * 7 / 255))
+    expected = (
+        bytes([0b11_00_01_10, 0b01]) + bytes(6) + bytes([0b01010]) + bytes(7) + struct.pack("<4f", scale, 0, 0, 0)
+    )
+    assert bytes(quantize(values, 1, 1, 3, 32)[0].tolist()) == expected
     values = torch.tensor([7.0, -7.0, 1.0, -1.0, 2.5])
     expected = bytes([0x97, 0xF1, 0x02]) + bytes(13) + struct.pack("<4f", 1, 0, 0, 0)
     assert bytes(quantize(values, 1, 1, 4, 32)[0].tolist()) == expected
@@ -446,17 +473,17 @@ def test_errors_are_at_most_half_a_step_and_nothing_clips(
 
 
 @relaxed
-@given(NUMEL, BLOCK, DTYPE, SEED)
-def test_two_bits_are_off_by_half_a_step_or_by_what_clips(
-    numel: int, block: int, dtype: torch.dtype, seed: int
+@given(NUMEL, st.sampled_from([(2, 3, 0.49785), (3, 7, 0.2930)]), BLOCK, DTYPE, SEED)
+def test_two_and_three_bits_are_off_by_half_a_step_or_by_what_clips(
+    numel: int, levels: tuple[int, int, float], block: int, dtype: torch.dtype, seed: int
 ) -> None:
-    values, out = spread(numel, dtype, seed), torch.empty(numel)
-    sent = quantize(values, 1, 1, 2, block)
-    dequantize(sent, out, 1, 1, 2, block)
+    (bits, outer, step), values, out = levels, spread(numel, dtype, seed), torch.empty(numel)
+    sent = quantize(values, 1, 1, bits, block)
+    dequantize(sent, out, 1, 1, bits, block)
     mean = torch.cat([piece.square().mean().sqrt().expand(len(piece)) for piece in values.double().split(block)])
-    scale = PayloadLayout(2, block).scales(sent, numel)[0].repeat_interleave(block)[:numel].double()
-    assert ((scale - 0.49785 * mean).abs() <= 0.03 * mean + TINY).all()
-    clips = (values.double().abs() - 3 * scale).clamp(min=0)
+    scale = PayloadLayout(bits, block).scales(sent, numel)[0].repeat_interleave(block)[:numel].double()
+    assert ((scale - step * mean).abs() <= 0.03 * mean + TINY).all()
+    clips = (values.double().abs() - outer * scale).clamp(min=0)
     assert ((out.double() - values.double()).abs() <= torch.maximum(scale * (1 + 1e-4), clips * (1 + 1e-9))).all()
 
 
@@ -681,7 +708,7 @@ def decoding_rows(payload: Tensor, numel: int = 900) -> Any:
         (quantizing(torch.zeros(6, 10)), ValueError, r"values has shape \(6, 10\) .* must be flat and contiguous"),
         (quantizing(torch.zeros(61)), ValueError, "61 values, which do not divide into 2 x 3 chunks"),
         (quantizing(rows=0), ValueError, "rows is 0, but must be from 1 to 65535"),
-        (quantizing(bits=5), ValueError, "bits is 5, but a code has 2, 4 or 8 bits"),
+        (quantizing(bits=5), ValueError, "bits is 5, but a code has 2, 3, 4 or 8 bits"),
         (quantizing(block=48), ValueError, "block is 48, but a block is a power of two from 32 to 4096"),
         (quantizing(tail=6), ValueError, "tail is 6, but a row ends in a multiple of 4 fp32 values"),
         (dequantizing(bytes_(6, 32).float()), TypeError, "payload is torch.float32, but must be torch.uint8"),

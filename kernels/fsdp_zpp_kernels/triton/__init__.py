@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -185,7 +186,7 @@ def quantize_tiling(layout: PayloadLayout) -> Tiling:
 
 def sum_tiling(peers: int, layout: PayloadLayout) -> Tiling:
     # Loads from all peers are in flight at once, up to 64 bytes per thread for few peers.
-    return tiling(32 if peers * layout.bits <= 16 else 16, WARP, layout)
+    return tiling(32 if peers * layout.bits <= 16 or layout.bits == 3 else 16, WARP, layout)
 
 
 def sum_quantize_tiling(peers: int, layout: PayloadLayout, out_layout: PayloadLayout) -> Tiling:
@@ -226,7 +227,8 @@ def align(numel: int) -> int:
 
 def group(dtype: torch.dtype, layout: PayloadLayout) -> int:
     """Return how many neighbouring values a thread holds: a 16-byte access, or a word of codes if that is more."""
-    return max(16 // dtype.itemsize, 32 // layout.bits)  # with fewer, several threads would have to write one word
+    # With fewer, several threads would have to write one word; int3's words have codes of 32.
+    return max(16 // dtype.itemsize, 32 // math.gcd(32, layout.bits))
 
 
 def zero(bits: int) -> int:

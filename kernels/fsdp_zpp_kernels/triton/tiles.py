@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from fsdp_zpp_kernels.reference import MAX_SCALE, MIN_SCALE, RMS_SCALE, SCALE_MASK, SCALE_RAISE, SQUARED_STEPS
+from fsdp_zpp_kernels.reference import MAX_SCALE, MIN_SCALE, RMS_SCALES, SCALE_MASK, SCALE_RAISE, SQUARED_STEPS
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -39,7 +39,10 @@ def tile_index():
 @triton.jit
 def codes_words(numel, BITS: tl.constexpr):
     # PayloadLayout.scales_offset in words. The `* 4` at the end shows Triton the 16-byte alignment.
-    return (numel * BITS + 127) // 128 * 4
+    if BITS == 3:
+        return ((numel + 31) // 32 * 3 + 3) // 4 * 4
+    else:
+        return (numel * BITS + 127) // 128 * 4
 
 
 @triton.jit
@@ -62,6 +65,12 @@ def word_ptrs(words_ptr, BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.const
     return tl.max_contiguous(words_ptr + word_offsets(BITS, TILE, GROUP), [1, GROUP * BITS // 32, 1])
 
 
+@triton.jit
+def int3_offsets(BIT: tl.constexpr, TILE: tl.constexpr):
+    """Return the offsets of a tile's words of int3 codes from bit ``BIT`` on, 0 or 2: [TILE // 32, words, 1]."""
+    return tl.arange(0, TILE // 32)[:, None, None] * 3 + BIT + tl.arange(0, 2 - BIT // 2)[None, :, None]
+
+
 # ---- encoding
 #
 # This part of the Triton kernels quantizes one tile and stores it in a payload.
@@ -71,7 +80,8 @@ _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _MAX_SCALE = tl.constexpr(MAX_SCALE)
 _SCALE_RAISE = tl.constexpr(SCALE_RAISE)
 _SCALE_MASK = tl.constexpr(SCALE_MASK)
-_RMS_SCALE = tl.constexpr(RMS_SCALE)
+_RMS_SCALE_2 = tl.constexpr(RMS_SCALES[2])
+_RMS_SCALE_3 = tl.constexpr(RMS_SCALES[3])
 _SQUARED_STEPS = tl.constexpr(SQUARED_STEPS)
 _ABS_MASK = tl.constexpr(0x7FFFFFFF)
 _INF_BITS = tl.constexpr(0x7F800000)
@@ -100,9 +110,16 @@ def _magnitude(values, BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.conste
 
 @triton.jit
 def _rms_scales(
-    values, absmax, numel, BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr
+    values,
+    absmax,
+    numel,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    """Return RMS_SCALE times each block's root mean square, fp32 [TILE // BLOCK]; see [Note: Two bits]."""
+    """Return the scales of [Note: Levels without a zero] in reference.py, not yet truncated: fp32 [TILE // BLOCK]."""
     unit = tl.maximum(absmax * (1 / _SQUARED_STEPS), _MIN_SCALE)
     inverse = tl.math.div_rn(tl.full([TILE // BLOCK], 1.0, tl.float32), unit)
     steps = tl.fma(tl.abs(values), tl.broadcast_to(inverse[:, None], values.shape), _ROUNDER) - _ROUNDER
@@ -115,7 +132,8 @@ def _rms_scales(
         squares = tl.math.div_rn(squares, counts)
     else:
         squares = squares * (1 / BLOCK)
-    return tl.minimum(tl.math.sqrt_rn(squares) * unit * _RMS_SCALE, _MAX_SCALE)
+    FACTOR: tl.constexpr = _RMS_SCALE_2 if BITS == 2 else _RMS_SCALE_3
+    return tl.minimum(tl.math.sqrt_rn(squares) * unit * FACTOR, _MAX_SCALE)
 
 
 @triton.jit
@@ -143,20 +161,22 @@ def encode(
     # Zero blocks and blocks that are not finite compute with an absmax of 1, so that the inverse of their scale is
     # finite; their scales and codes are replaced below.
     absmax = tl.where(live, magnitude, _ONE_BITS).to(tl.float32, bitcast=True)
-    if BITS == 2:
-        scales = _rms_scales(values, absmax, numel, BLOCK, TILE, GROUP, MASKED)
+    CLIPS: tl.constexpr = BITS < 4
+    if CLIPS:
+        scales = _rms_scales(values, absmax, numel, BITS, BLOCK, TILE, GROUP, MASKED)
     else:
         RECIPROCAL: tl.constexpr = (1 + _SCALE_RAISE) / ((1 << (BITS - 1)) - 1)
         scales = absmax * RECIPROCAL
     scales = (tl.maximum(scales, _MIN_SCALE).to(tl.int32, bitcast=True) & _SCALE_MASK).to(tl.float32, bitcast=True)
     # Triton's `/` is approximate on GPUs; the reference's is rounded correctly.
-    inverse = tl.math.div_rn(tl.full([TILE // BLOCK], 0.5 if BITS == 2 else 1.0, tl.float32), scales)
-    scales = tl.where(live, scales, tl.where(magnitude == 0, 0.0, float("nan" if BITS == 2 else "inf")))
+    inverse = tl.math.div_rn(tl.full([TILE // BLOCK], 0.5 if CLIPS else 1.0, tl.float32), scales)
+    scales = tl.where(live, scales, tl.where(magnitude == 0, 0.0, float("nan" if CLIPS else "inf")))
 
     # One division per block and one product per value: a division per value would cost many instructions.
     steps = values * inverse[:, None]
-    if BITS == 2:
-        steps = tl.minimum(tl.maximum(steps - 0.5, -2.0), 1.0)
+    if CLIPS:
+        HIGHEST: tl.constexpr = (1 << (BITS - 1)) - 1
+        steps = tl.minimum(tl.maximum(steps - 0.5, -1.0 - HIGHEST), 1.0 * HIGHEST)
     # Both summands of the rounder are even, so ties still round to the even code.
     rounder: tl.constexpr = _ROUNDER + (1 << (BITS - 1))
     rounded = steps + rounder
@@ -165,28 +185,23 @@ def encode(
     # product and difference. The scale is negated, not the code: with code 0, a value of -0 then stays -0, as in the
     # reference. An all-zero block has scale 0: * -1.0 makes it -0, but Triton's -x is 0 - x and would leave it at 0.
     codes = rounded - rounder
-    if BITS == 2:
-        codes = codes + codes + 1.0  # a level, see [Note: Two bits] in reference.py
+    if CLIPS:
+        codes = codes + codes + 1.0  # a level, see [Note: Levels without a zero] in reference.py
     left_out = tl.fma(codes, tl.broadcast_to((scales * -1.0)[:, None], values.shape), values)
-    if BITS == 2 and MASKED:
+    if CLIPS and MASKED:
         offsets = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         left_out = tl.where(offsets < numel - tile_index() * TILE, left_out, 0.0)
 
-    words = tl.where(live[:, None], _pack(rounded, BITS, BLOCK, TILE), 0)
-    words = tl.reshape(words, [TILE // GROUP, GROUP * BITS // 32, 1])  # the shape of word_ptrs
-
     tile = tile_index()
     words_ptr += target_chunk() * row_words(row_units)
-    words_ptrs = word_ptrs(words_ptr + tile * (TILE * BITS // 32), BITS, TILE, GROUP)
+    start = tile * (TILE * BITS // 32)
+    _store_codes(rounded, live, words_ptr + start, codes_words(numel, BITS) - start, BITS, BLOCK, TILE, GROUP, MASKED)
     scales_ptr = words_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + codes_words(numel, BITS)
     block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
     blocks = (numel + (BLOCK - 1)) // BLOCK
     if MASKED:
-        words_left = codes_words(numel, BITS) - tile * (TILE * BITS // 32)
-        tl.store(words_ptrs, words, mask=word_offsets(BITS, TILE, GROUP) < words_left)
         tl.store(scales_ptr + block, scales, mask=block < blocks)
     else:
-        tl.store(words_ptrs, words)
         tl.store(scales_ptr + block, scales)
     # The program of the chunk's last tile zeroes the scales' padding, since ranks compare payloads byte by byte.
     if (tile + 1) * TILE >= numel:
@@ -194,6 +209,48 @@ def encode(
         tl.store(scales_ptr + pad, tl.zeros([4], tl.float32), mask=pad < (blocks + 3) // 4 * 4)
     # If the caller ignores these results, the compiler removes their computation.
     return left_out, magnitude[:, None] < _INF_BITS
+
+
+@triton.jit
+def _store_codes(
+    rounded,
+    live,
+    words_ptr,
+    left,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Pack and store codes, as ``_pack`` takes them, where the row has ``left`` words for codes; 0 if not ``live``."""
+    if BITS == 3:
+        for BIT in tl.static_range(0, 4, 2):
+            words = tl.where(live[:, None], _pack_int3(rounded, BIT, BLOCK, TILE), 0)
+            offsets = int3_offsets(BIT, TILE)
+            words = tl.reshape(words, offsets.shape)
+            if MASKED:
+                tl.store(words_ptr + offsets, words, mask=offsets < left)
+            else:
+                tl.store(words_ptr + offsets, words)
+    else:
+        words = tl.where(live[:, None], _pack(rounded, BITS, BLOCK, TILE), 0)
+        words_ptrs = word_ptrs(words_ptr, BITS, TILE, GROUP)
+        words = tl.reshape(words, words_ptrs.shape)
+        if MASKED:
+            tl.store(words_ptrs, words, mask=word_offsets(BITS, TILE, GROUP) < left)
+        else:
+            tl.store(words_ptrs, words)
+
+
+@triton.jit
+def _pack_int3(rounded, BIT: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Pack the lower two bits of int3 codes, or their sign if ``BIT`` is 2; arguments and result as of ``_pack``."""
+    WIDTH: tl.constexpr = 2 - BIT // 2
+    codes = tl.reshape(rounded.to(tl.int32, bitcast=True), [TILE // BLOCK, BLOCK * WIDTH // 32, 32 // WIDTH])
+    place = (tl.arange(0, 32 // WIDTH) * WIDTH)[None, None, :]
+    # The offset 4 leaves the lower bits as they are and flips the sign bit.
+    return tl.sum(((codes >> BIT) & ((1 << WIDTH) - 1)) << place, axis=2) ^ (BIT // -2)
 
 
 @triton.jit
@@ -238,16 +295,23 @@ def load_words(
         The words, int32 [TILE // GROUP, words a group, 1], and the scale of each group, fp32 [TILE // GROUP, 1, 1].
     """
     words_ptrs = word_ptrs(words_ptr, BITS, TILE, GROUP)
-    # One pointer per block saves instructions: the scales of a thread's groups are then a constant distance apart.
-    block = tl.arange(0, TILE // BLOCK)[:, None]
     if MASKED:
         # Masking whole groups suffices: a group that starts inside the chunk ends inside its padded codes.
         words = tl.load(words_ptrs, mask=tl.arange(0, TILE // GROUP)[:, None, None] * GROUP < left, other=0)
-        scales = tl.load(scales_ptr + block, mask=block * BLOCK < left, other=0.0)
     else:
         words = tl.load(words_ptrs)
+    return words, _load_scales(scales_ptr, left, BLOCK, TILE, GROUP, MASKED)
+
+
+@triton.jit
+def _load_scales(scales_ptr, left, BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
+    # One pointer per block saves instructions: the scales of a thread's groups are then a constant distance apart.
+    block = tl.arange(0, TILE // BLOCK)[:, None]
+    if MASKED:
+        scales = tl.load(scales_ptr + block, mask=block * BLOCK < left, other=0.0)
+    else:
         scales = tl.load(scales_ptr + block)
-    return words, tl.reshape(tl.broadcast_to(scales, [TILE // BLOCK, BLOCK // GROUP]), [TILE // GROUP, 1, 1])
+    return tl.reshape(tl.broadcast_to(scales, [TILE // BLOCK, BLOCK // GROUP]), [TILE // GROUP, 1, 1])
 
 
 @triton.jit
@@ -262,7 +326,50 @@ def _load_codes(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Load a tile as ``load_words`` does; return its codes, fp32 [TILE // GROUP, words, codes a word], and scales."""
+    """Load a tile as ``load_words`` does; return its codes, fp32 [TILE // GROUP, words, codes a word], and scales.
+
+    Int3 codes come in groups of 32, whatever ``GROUP`` is, as fp32 [TILE // 32, 2, 16].
+    """
+    if BITS == 3:
+        return _load_int3(words_ptr, left, TILE, MASKED), _load_scales(scales_ptr, left, BLOCK, TILE, 32, MASKED)
+    else:
+        return _load_codes_of_words(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+
+
+@triton.jit
+def _load_int3(words_ptr, left, TILE: tl.constexpr, MASKED: tl.constexpr):
+    low_offsets, sign_offsets = int3_offsets(0, TILE), int3_offsets(2, TILE)
+    if MASKED:
+        inside = tl.arange(0, TILE // 32)[:, None, None] * 32 < left
+        low = tl.load(words_ptr + low_offsets, mask=inside, other=0)
+        signs = tl.load(words_ptr + sign_offsets, mask=inside, other=0)
+    else:
+        low = tl.load(words_ptr + low_offsets)
+        signs = tl.load(words_ptr + sign_offsets)
+    word, code = tl.arange(0, 2)[None, :, None], tl.arange(0, 16)[None, None, :]
+    # Bits of the float 2**23 + 2 * (code + 4), as in ``_load_codes``: ``low`` is lifted by a bit in halves of a word.
+    upper = code // 8
+    lifted = ((low << (1 - upper)) >> (upper * 15)) >> (code % 8 * 2)
+    biased = ((lifted & 6) | (((signs >> (word * 16 + code)) & 1) << 3)) ^ 0x4B000008
+    levels = biased.to(tl.float32, bitcast=True) - 8388615.0  # 2**23 + 7
+    if MASKED:
+        offsets = (tl.arange(0, TILE // 32)[:, None, None] * 2 + word) * 16 + code
+        levels = tl.where(offsets < left, levels, 0.0)
+    return levels
+
+
+@triton.jit
+def _load_codes_of_words(
+    words_ptr,
+    scales_ptr,
+    left,
+    zero,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     # Half the codes of a word become floats in place, the other half after one shift of the word. A code is masked into
     # the mantissa of a float whose exponent gives the code's lowest bit the weight 1. Flipping the code's sign bit
     # replaces two's complement by an offset: code 0 becomes the float ``zeros``, and subtracting ``zeros`` leaves the
