@@ -60,12 +60,15 @@ class Codec(ABC):
         reason: Why it suits no other use, quoted by errors.
         is_lossless: True if it sends values as they are.
         needs_feedback: True if it loses so much that it is of no use without error feedback.
+        mixes_values: True if it mixes the values of a block first. So zeros beside other values do not stay zeros, and
+            more than half of an error that is fed back can be left after a step.
     """
 
     places: ClassVar[tuple[Place, ...]] = ("weights", "gradients", "frozen", "exchanges")
     reason: ClassVar[str] = ""
     is_lossless: ClassVar[bool] = False
     needs_feedback: ClassVar[bool] = False
+    mixes_values: ClassVar[bool] = False
 
     @property
     def block_numel(self) -> int:
@@ -390,6 +393,7 @@ class Int3(_ScaledBlocks):
     bits: ClassVar[int] = 3
     places: ClassVar[tuple[Place, ...]] = ("gradients",)
     reason: ClassVar[str] = "its loss is known for gradients alone"
+    mixes_values: ClassVar[bool] = True
 
     _KEPT: ClassVar[float] = 1 - 0.03744  # by levels, of normally distributed values (J. Max, 1960, table II)
 

@@ -24,8 +24,7 @@ EIGHT_NODES = "eight-nodes-h200"
 LARGER = "larger-model-h200"
 ZEROPP = {"w8:int4": "zeropp"}
 DELTAS = {"d4:int4": "zeropp with Int4Delta", "d2:int4": "zeropp with Int2Delta"}
-ROTATED = "w8:int3u+hadamard"
-THREE_BITS = {ROTATED: "zeropp, gradients in 3 bits, rotated", "w8:int3u": "the same, not rotated"}
+THREE_BITS = {"w8:int3": "zeropp with Int3"}
 LOCAL = "local32:int4+loco:momentum-auto"
 SHOWN: dict[str, tuple[str, dict[str, str]]] = {
     ERROR_BARS: ("full_shard", ZEROPP),
@@ -112,7 +111,8 @@ def table() -> str:
     (zeropp,) = ZEROPP
     beside = [*larger.values(), *_renamed(real, REAL_RANKS)]
     rows += tables.gap_rows(beside, {REAL_RANKS: "zeropp on two GPUs, above the simulated reference"})
-    rows += tables.gap_rows(beside, {ROTATED: f"{THREE_BITS[ROTATED]}, above zeropp"}, zeropp)
+    above_zeropp = {name: f"{words}, above zeropp" for name, words in THREE_BITS.items()}
+    rows += tables.gap_rows(beside, above_zeropp, zeropp)
     used |= again | real
     llama = {name: read(RESULTS, "compare-h200")[name] for name in LLAMA}
     rows += tables.compared_rows(list(llama.values()), "zeropp, a Llama, 300 steps")

@@ -234,7 +234,8 @@ NO_PARAMETERS = FlatLayout.dense(())
 # parallelism shards matrices, and leaves copies of norms, routers or latent projections. Copies must stay equal bit for
 # bit, but their neighbours differ between these ranks, and rounding depends on all values of a block. So copies come
 # first in a unit, in the same places on all of these ranks, and no block mixes parameters of different placements:
-# if a boundary between such parameters is inside a block, the block's values before it travel in the tail, too.
+# if a boundary between such parameters is inside a block, the block's values before it travel in the tail, too. A codec
+# that mixes values has all boundaries treated so, since gradients of parameters that no rank uses must stay 0.
 
 SMALLEST = 128
 """The smallest parameters of several dimensions are sent exactly, up to a total of 1/SMALLEST of a unit's values."""
@@ -308,6 +309,7 @@ def _block_of(codecs: Iterable[Codec | None]) -> int:
 
 def exact_places(
     extent: Extent,
+    boundaries: Collection[int],
     of_all: Iterable[int],
     device: torch.device,
     codecs: Iterable[Codec | None],
@@ -317,6 +319,7 @@ def exact_places(
 
     Args:
         extent: The chunks.
+        boundaries: The offsets in the layout that are to be inside no block, in order.
         of_all: The offsets of all ranks' chunks in the layout; the chunk that needs the longest tail sets the length.
         codecs: The codecs of hops that carry these values.
         at: The offsets of the chunks in the tensor to encode, or to decode into; by default they are adjacent.
@@ -325,8 +328,8 @@ def exact_places(
     if layout is None or not numel:
         return None
     firsts = {0} if extent.is_whole else of_all
-    block = _block_of(codecs) if layout.boundaries else 0
-    in_chunks = {first: _in_chunk(layout, first, numel, block) for first in firsts}
+    block = _block_of(codecs) if boundaries else 0
+    in_chunks = {first: _in_chunk(layout.exact, boundaries, first, numel, block) for first in firsts}
     longest = max(map(len, in_chunks.values()))
     if not longest:
         return None
@@ -336,10 +339,12 @@ def exact_places(
     return ExactPlaces(torch.stack(rows), device)
 
 
-def _in_chunk(layout: FlatLayout, first: int, numel: int, block: int) -> Tensor:
+def _in_chunk(
+    exact: Iterable[tuple[int, int]], boundaries: Iterable[int], first: int, numel: int, block: int
+) -> Tensor:
     """Return the places of small values in the chunk at ``first``, counted from there: int64, in order."""
-    runs = [(start - first, stop - first) for start, stop in layout.exact]
-    for boundary in layout.boundaries:
+    runs = [(start - first, stop - first) for start, stop in exact]
+    for boundary in boundaries:
         if 0 < (place := boundary - first) < numel:
             runs.append((place - place % block if block else 0, place))
     parts: list[Tensor] = []

@@ -216,6 +216,7 @@ class TwoHopReduce(ABC):
         self._intra_codec, self._inter_codec = codecs
         self._optimizer_scope, self._native = optimizer_scope, native
         self._rounded_by = *codecs, None if errors is None else errors.codec
+        self._mixes_values = any(codec is not None and codec.mixes_values for codec in codecs)
         self._known: dict[tuple[int, int, torch.device], HopChunks] = {}  # by layout id, size and device
         self.layout: FlatLayout | None = None
         self.idle: Collection[str] = ()
@@ -266,9 +267,11 @@ class TwoHopReduce(ABC):
         """Return chunks of ``numel`` values; they lie one after another or, if ``in_place``, at ``starts``."""
         layout, exact = self.layout, None
         extent = Extent(numel, tuple(starts), layout)
-        if layout is not None and (layout.exact or layout.boundaries):
-            at = extent.starts if in_place else None
-            exact = exact_places(extent, of_all, device, self._rounded_by, at)
+        if layout is not None:
+            boundaries = layout.starts if self._mixes_values else layout.boundaries
+            if layout.exact or boundaries:
+                at = extent.starts if in_place else None
+                exact = exact_places(extent, boundaries, of_all, device, self._rounded_by, at)
         return Chunks(extent, exact)
 
     def _errors_of(self, hop: str, chunks: Chunks, device: torch.device) -> ErrorBuffer | None:

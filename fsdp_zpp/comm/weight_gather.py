@@ -679,7 +679,7 @@ class WeightGather:
         starts = tuple([(node * self._gpus + local) * numel for local in gpus for node in nodes])
         own = starts if of_all else (self._rank * numel,)
         at = starts if of_all else None
-        return exact_places(Extent(numel, own, layout), starts, device, [self.secondary.codec], at)
+        return exact_places(Extent(numel, own, layout), layout.boundaries, starts, device, [self.secondary.codec], at)
 
     def _check_sizes(self, shard: Tensor, out: Tensor) -> None:
         if out.numel() != self._world * shard.numel():

@@ -114,8 +114,9 @@ _GROUPS = {
     "optimizer_bytes",
 }
 _SYNTAX = (
-    "CODEC is none, int8 or int4, with a block as int8:256 or without; for --weights also int4delta and int2delta, for "
-    "--frozen nf4. HOPS is none, inter or both; inter:int8:256 keeps errors in 8 bits. DTYPE is bf16, fp16 or fp32."
+    "CODEC is none, int8 or int4, with a block as int8:256 or without; for --gradients also int3, for --weights "
+    "int4delta and int2delta, for --frozen nf4. HOPS is none, inter or both; inter:int8:256 keeps errors in 8 bits. "
+    "DTYPE is bf16, fp16 or fp32."
 )
 _NAMES = [name for names in _GROUPS.values() for name in names.split()]
 _CATALOG = {"gpu": GPUS, "link": LINKS, "net": NETWORKS}

@@ -158,3 +158,10 @@ def check_error_feedback(error_feedback: LoCo | None, name: str, intra: Codec | 
             f"error_feedback corrects the error of the gradient codec, but {name}=None has no error; "
             f"set {name}=Int4(...) or Int8(...), or remove error_feedback"
         )
+    fed_back = () if error_feedback is None else (inter, intra)[: 1 + (error_feedback.hops == "both")]
+    for codec in fed_back:
+        if codec is not None and codec.mixes_values:
+            raise ValueError(
+                f"error_feedback can't correct {codec!r}: it mixes values, so errors fade slowly; "
+                f"choose Int4(...) or Int8(...), or remove error_feedback"
+            )

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffloadPolicy
 from torch.distributed.tensor import Shard
 from torch.profiler import ProfilerActivity, profile
 
-from fsdp_zpp import Codec, CodecState, Int2Delta, Int4, Int4Delta, Int8, Strategy, invalidate, traffic
+from fsdp_zpp import Codec, CodecState, Int2Delta, Int3, Int4, Int4Delta, Int8, Strategy, invalidate, traffic
 from fsdp_zpp.codecs import Delta
 from fsdp_zpp.runtime.log_line import summarize
 from fsdp_zpp.strategy.error_feedback import Topology
@@ -366,6 +366,7 @@ CODED = [
 CODECS = {
     "int4 weights": (Strategy("GGG", weights=Int4(32)), None),
     "int4 gradients": (Strategy("IGG", gradients=Int4(32)), (0.2, 0.3)),
+    "int3 gradients": (Strategy("IGG", gradients=Int3(32)), (0.3, 0.4)),
     "int4 between only": (Strategy("GGG", gradients=Int4(32), intra_gradients=None), (0.2, 0.3)),
     "inside": (INSIDE_WITH_FEEDBACK, (0.2, 0.3)),
     "zeropp NGG": (Strategy.zeropp(levels="NGG"), None),

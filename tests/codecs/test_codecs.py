@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 from top_k_codec import REACH, TopK, TopKOfSum
 from torch import Tensor
 
-from fsdp_zpp import NF4, Codec, Int2Delta, Int4, Int4Delta, Int8, Strategy
+from fsdp_zpp import NF4, Codec, Int2Delta, Int3, Int4, Int4Delta, Int8, Strategy
 from fsdp_zpp.codecs import Delta, FullPrecision, exact_tail, tails_of, without_tail
 from fsdp_zpp.comm.error_feedback import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
 from fsdp_zpp.comm.flat_layout import Extent
@@ -51,13 +51,21 @@ class Halves(Codec):
 
 
 BARE = (
-    *(Int8(64), Int8(4096), Int4(32), Int4Delta(32, Int8(64)), Int2Delta(32, Int8(64))),
+    *(Int8(64), Int8(4096), Int4(32), Int3(64), Int4Delta(32, Int8(64)), Int2Delta(32, Int8(64))),
     *(FullPrecision(torch.float32), FullPrecision(torch.bfloat16)),
     *(TopK(0.1, 2, 256), TopK(0.5, 8, 128), TopKOfSum(0.1, 4, 128, 3)),
     *(NF4(64), Halves()),
 )
 SUMMING = [codec for codec in BARE if not isinstance(codec, NF4)]
-FOLLOWING = [Int8(64), Int4(32), Int4Delta(32, Int8(64)), FullPrecision(torch.bfloat16), TopK(0.5, 8, 128), Halves()]
+FOLLOWING = [
+    Int8(64),
+    Int4(32),
+    Int3(32),
+    Int4Delta(32, Int8(64)),
+    FullPrecision(torch.bfloat16),
+    TopK(0.5, 8, 128),
+    Halves(),
+]
 """Codecs with kernels for a sum that is encoded again, and some of those without."""
 SHAPES = [(1, 1, 300), (1, 3, 33), (3, 1, 1), (2, 3, 33), (2, 3, 300)]
 """Grids of chunks, and values in a chunk."""
@@ -184,7 +192,9 @@ def test_sums_are_those_of_what_peers_sent_in_their_order(codec: Codec, dtype: t
             total += decoded(codec, row, rows, cols, numel)
         out = torch.full_like(total, torch.nan, dtype=dtype)
         codec.decode_sum(payload, out, rows, cols, SCALE)
-        assert torch.equal(out, (total * SCALE).to(dtype))
+        # Codecs that mix values round once more, to bf16.
+        rounded = 2**-7 * total.abs().max().item() if without_tail(codec)[0].mixes_values else 0
+        torch.testing.assert_close(out, (total * SCALE).to(dtype), rtol=0, atol=rounded)
         in_order = torch.empty_like(total)
         codec.decode_sum(payload, in_order, 1, rows * cols, SCALE)
         assert torch.equal(codec.sums(payload, numel, SCALE), in_order)
@@ -485,16 +495,22 @@ def test_a_sum_keeps_all_that_its_peers_kept(bits: int, count: int) -> None:
 
 
 def test_bytes_of_payloads() -> None:
-    assert [codec.nbytes(2**20) for codec in (Int8(256), Int4(128))] == [2**20 + 2**14, 2**19 + 2**15]
+    assert [codec.nbytes(2**20) for codec in (Int8(256), Int4(128), Int3(128))] == [
+        *(2**20 + 2**14, 2**19 + 2**15, 3 * 2**17 + 2**15)
+    ]
     assert NF4().nbytes(2**20) == 2**19 + 4 * 2**20 // 64
     # 82 of 4096 values in 16 bits each, and two fp32 numbers.
     assert TopK().nbytes(4096) == math.ceil((82 * 2 + 8) / 16) * 16 == 176
     assert TopK().nbytes(4096 * 1000) == (82 * 2 + 8) * 1000
     assert TopK(bits=2).nbytes(4096 * 1000) == 82 * 1000 * 14 // 8 + 8 * 1000 + 4
-    assert [str(codec) for codec in (Int8(), Int4(), NF4())] == ["int8(256)", "int4(128)", "nf4(64)"]
+    assert [str(codec) for codec in (Int8(), Int4(), Int3(), NF4())] == [
+        *("int8(256)", "int4(128)", "int3(128)", "nf4(64)")
+    ]
 
 
-@pytest.mark.parametrize(("codec", "least"), [(Int8, 32), (Int4, 32), (Int4Delta, 32), (Int2Delta, 32), (NF4, 64)])
+@pytest.mark.parametrize(
+    ("codec", "least"), [(Int8, 32), (Int4, 32), (Int3, 32), (Int4Delta, 32), (Int2Delta, 32), (NF4, 64)]
+)
 def test_blocks_are_powers_of_two_in_a_codecs_range(codec: Any, least: int) -> None:
     for block in (least, 4096):
         assert codec(block=block).block == block

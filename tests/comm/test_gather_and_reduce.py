@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from top_k_codec import TopK
 from torch import Tensor
 
-from fsdp_zpp import Codec, Int2Delta, Int4, Int4Delta, Int8, LoCo
+from fsdp_zpp import Codec, Int2Delta, Int3, Int4, Int4Delta, Int8, LoCo
 from fsdp_zpp.codecs import Blockwise, Delta
 from fsdp_zpp.comm import hops
 from fsdp_zpp.comm.error_feedback import ErrorBuffer, encode_with_feedback
@@ -267,9 +267,9 @@ class Given:
 
 @pytest.mark.parametrize(("blocks", "first"), [((64, 96), 0), ((32, 64), 64), ((1, 1), 120), ((64, 0), 0)])
 def test_no_block_of_any_codec_spans_a_boundary_of_another_parallelism(blocks: tuple[int, ...], first: int) -> None:
-    layout = replace(LAYOUT, exact=(), boundaries=(120,))
+    extent = Extent(LAYOUT.numel, (0,), replace(LAYOUT, exact=()))
     codecs: Any = [Mock(block_numel=block) for block in blocks]
-    places = exact_places(Extent(LAYOUT.numel, (0,), layout), (0,), device(), codecs)
+    places = exact_places(extent, (120,), (0,), device(), codecs)
     assert sorted({*places.key} if places else ()) == list(range(first, 120))
 
 
@@ -340,7 +340,7 @@ def test_small_weights_are_gathered_exactly_and_shards_stay_as_they_are(
     rest=False,
     layout=[(2, 2), (3, 1), (1, 2)],
     keep=["G", "I", "N"],
-    codecs=[(Int8(64), Int4(32)), (None, Int4(32)), (Int8(64), None)],
+    codecs=[(Int8(64), Int4(32)), (None, Int4(32)), (Int8(64), None), (Int8(64), Int3(32))],
 )
 def test_small_gradients_are_reduced_exactly(
     on_ranks: OnRanks, keep: str, layout: tuple[int, int], codecs: Any
@@ -560,6 +560,22 @@ def test_a_model_is_sent_in_a_few_chunks_of_one_group_each(on_ranks: OnRanks) ->
         assert chunks == [ones, others]
 
     on_ranks(2, 2, check)
+
+
+@over_each(rest=False, keep=["G", "I", "N"], codec=[Int4(32), Int3(32)], gpus=[1, 2])
+def test_parameters_that_no_rank_uses_come_as_zeros(on_ranks: OnRanks, keep: str, codec: Codec, gpus: int) -> None:
+    def reduced() -> None:
+        mesh, numel = process_mesh(dist.group.WORLD), USED.numel
+        gradient = uneven(mesh.rank, torch.zeros(parts_of(keep, mesh)[0] * numel, dtype=torch.bool))
+        unused = USED.runs(["at times"])
+        for begin, end in unused:
+            gradient.view(-1, numel)[:, begin:end] = 0
+        out = torch.empty(numel, device=device())
+        GradientReduce(mesh, Int8(64), codec, Traffic(), optimizer_scope=keep).start(gradient, out, layout=USED)()
+        assert all(not out[begin:end].any() for begin, end in unused)
+        assert out.any()
+
+    on_ranks(4 // gpus, gpus, reduced)
 
 
 # ---- error feedback: what codecs leave out does not build up

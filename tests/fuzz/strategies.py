@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from fsdp_zpp import Int2Delta, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
+from fsdp_zpp import Int2Delta, Int3, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 from fsdp_zpp.strategy.strategy import LEGAL_LEVELS
 
 from . import features as registry
@@ -50,8 +50,12 @@ def strategies_with_codecs(draw: st.DrawFn, world: int, scopes: Sequence[str] = 
     """Letters with a codec on some hop."""
     levels = draw(st.sampled_from(scopes))
     weights = draw(st.sampled_from((None, Int8(32), *([Int4Delta(32), Int2Delta(32)] if levels[0::2] == "IG" else []))))
-    gradients = draw(st.sampled_from((Int8(32), Int4(32), *([None] if weights is not None else []))))
-    feedback = None if gradients is None else draw(st.sampled_from((None, LoCo(), LoCo(hops="both"))))
+    gradients = draw(st.sampled_from((Int8(32), Int4(32), Int3(32), *([None] if weights is not None else []))))
+    feedback = (
+        None
+        if gradients is None or gradients.mixes_values
+        else draw(st.sampled_from((None, LoCo(), LoCo(hops="both"))))
+    )
     gpus = draw(st.sampled_from(NODES[world]))
     return Strategy(levels, weights=weights, gradients=gradients, error_feedback=feedback, gpus_per_node=gpus)
 

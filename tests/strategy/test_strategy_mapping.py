@@ -11,7 +11,7 @@ import yaml
 from harness.strategies import FOURTEEN
 from hypothesis import given, strategies as st
 
-from fsdp_zpp import NF4, Elastic, Int2Delta, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
+from fsdp_zpp import NF4, Elastic, Int2Delta, Int3, Int4, Int4Delta, Int8, LocalSteps, LoCo, Strategy
 
 BLOCKS = st.sampled_from([64, 128, 256, 4096])
 INT8 = st.builds(Int8, BLOCKS)
@@ -51,7 +51,7 @@ def legal_strategies(draw: st.DrawFn) -> Strategy:
     keeps_secondary = levels[0] + levels[2] == "IG"
     local_steps = draw(st.none() | LOCAL_STEPS) if levels[2] == "I" else None
     reduces = local_steps is None or local_steps.start > 0
-    gradients = draw(HOP_CODECS) if reduces else None
+    gradients = draw(HOP_CODECS | st.builds(Int3, BLOCKS)) if reduces else None
     return Strategy(
         levels,
         weights=draw(
@@ -61,7 +61,7 @@ def legal_strategies(draw: st.DrawFn) -> Strategy:
         ),
         gradients=gradients,
         intra_gradients=draw(st.just("auto") | HOP_CODECS),
-        error_feedback=draw(st.none() | LOCO) if gradients is not None else None,
+        error_feedback=draw(st.none() | LOCO) if isinstance(gradients, Int4 | Int8) else None,
         local_steps=local_steps,
         frozen=draw(HOP_CODECS | st.builds(NF4, BLOCKS)),
         gpus_per_node=draw(st.none() | st.integers(1, 16)),
