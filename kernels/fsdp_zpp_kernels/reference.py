@@ -69,7 +69,7 @@ SCALE_MASK = -0x100
 SCALE_RAISE = 2.0**-22
 # By bits, scales (half the distance of levels) in units of the root mean square; see [Note: Levels without a zero].
 RMS_SCALES = {2: 0.49785, 3: 0.2930}
-# The largest integer that is squared. The sum of a thread's 32 squares is exact in fp32, that of a block in an int32.
+# The largest integer that is squared. The sum of 32 squares takes less than 23 bits, that of a block less than 32.
 SQUARED_STEPS = 255
 # The largest scale in 2 and 3 bits: the outer level, up to 7 * scale, is finite.
 MAX_SCALE = 2.0**125

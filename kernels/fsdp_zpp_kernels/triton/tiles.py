@@ -122,10 +122,10 @@ def _rms_scales(
     """Return the scales of [Note: Levels without a zero] in reference.py, not yet truncated: fp32 [TILE // BLOCK]."""
     unit = tl.maximum(absmax * (1 / _SQUARED_STEPS), _MIN_SCALE)
     inverse = tl.math.div_rn(tl.full([TILE // BLOCK], 1.0, tl.float32), unit)
-    steps = tl.fma(tl.abs(values), tl.broadcast_to(inverse[:, None], values.shape), _ROUNDER) - _ROUNDER
-    even, odd = tl.split(tl.reshape(steps, [TILE // BLOCK, BLOCK // GROUP, GROUP // 2, 2]))
-    # As in ``_magnitude``, a thread adds up its own values as floats, and a warp as integers. All sums are exact.
-    squares = tl.sum(tl.sum(tl.fma(even, even, odd * odd), axis=2).to(tl.int32), axis=1).to(tl.float32)
+    steps = tl.fma(tl.abs(values), tl.broadcast_to(inverse[:, None], values.shape), _ROUNDER)
+    steps = tl.reshape(steps.to(tl.int32, bitcast=True), [TILE // BLOCK, BLOCK // GROUP, GROUP])
+    # The bits of the rounder, a multiple of 2 ** 22, may stay: they only change bits 23 and up of a square.
+    squares = tl.sum(tl.sum(steps * steps, axis=2) & 0x7FFFFF, axis=1).to(tl.float32)
     if MASKED:
         starts = tile_index() * TILE + tl.arange(0, TILE // BLOCK) * BLOCK
         counts = tl.maximum(tl.minimum(numel - starts, BLOCK), 1).to(tl.float32)
@@ -177,8 +177,7 @@ def encode(
     if CLIPS:
         HIGHEST: tl.constexpr = (1 << (BITS - 1)) - 1
         steps = tl.minimum(tl.maximum(steps - 0.5, -1.0 - HIGHEST), 1.0 * HIGHEST)
-    # Both summands of the rounder are even, so ties still round to the even code.
-    rounder: tl.constexpr = _ROUNDER + (1 << (BITS - 1))
+    rounder = _rounders(BITS, BLOCK)
     rounded = steps + rounder
     # Fp32 additions are not reassociated, so adding and subtracting the rounder leaves the rounded code. The product of
     # code and scale is exact ([Note: Exact products] in reference.py), so an fma gives the bits of a separate
@@ -195,7 +194,11 @@ def encode(
     tile = tile_index()
     words_ptr += target_chunk() * row_words(row_units)
     start = tile * (TILE * BITS // 32)
-    _store_codes(rounded, live, words_ptr + start, codes_words(numel, BITS) - start, BITS, BLOCK, TILE, GROUP, MASKED)
+    words_left = codes_words(numel, BITS) - start
+    # Codes of a zero block are 0 already. With a mask, not a condition, the instruction that removes the offsets also
+    # clears the codes of a block that is not finite.
+    finite = ((magnitude - _INF_BITS) >> 31)[:, None]
+    _store_codes(rounded, finite, words_ptr + start, words_left, BITS, BLOCK, TILE, GROUP, MASKED)
     scales_ptr = words_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + codes_words(numel, BITS)
     block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
     blocks = (numel + (BLOCK - 1)) // BLOCK
@@ -214,7 +217,7 @@ def encode(
 @triton.jit
 def _store_codes(
     rounded,
-    live,
+    kept,
     words_ptr,
     left,
     BITS: tl.constexpr,
@@ -223,10 +226,10 @@ def _store_codes(
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Pack and store codes, as ``_pack`` takes them, where the row has ``left`` words for codes; 0 if not ``live``."""
+    """Pack codes plus ``_rounders``, mask them, and store them where the row has ``left`` words for codes."""
     if BITS == 3:
         for BIT in tl.static_range(0, 4, 2):
-            words = tl.where(live[:, None], _pack_int3(rounded, BIT, BLOCK, TILE), 0)
+            words = _pack_int3(rounded, BIT, BLOCK, TILE) & kept
             offsets = int3_offsets(BIT, TILE)
             words = tl.reshape(words, offsets.shape)
             if MASKED:
@@ -234,7 +237,7 @@ def _store_codes(
             else:
                 tl.store(words_ptr + offsets, words)
     else:
-        words = tl.where(live[:, None], _pack(rounded, BITS, BLOCK, TILE), 0)
+        words = _pack(rounded, BITS, BLOCK, TILE) & kept
         words_ptrs = word_ptrs(words_ptr, BITS, TILE, GROUP)
         words = tl.reshape(words, words_ptrs.shape)
         if MASKED:
@@ -254,23 +257,27 @@ def _pack_int3(rounded, BIT: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constex
 
 
 @triton.jit
-def _pack(rounded, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
-    """Pack ``rounded`` codes, fp32 [TILE // BLOCK, BLOCK]: int32 [TILE // BLOCK, words].
-
-    Each value is a code plus ``_ROUNDER`` plus the offset 2 ** (BITS - 1).
-    """
-    # The codes of a word are shifted to their places and added up. The offset keeps each code positive, so that none
-    # borrows from its neighbour. One subtraction removes the bits of all rounders, which saves a mask per code, and
-    # flipping the codes' sign bits removes the offsets.
-    PER_WORD: tl.constexpr = 32 // BITS
-    OFFSET: tl.constexpr = 1 << (BITS - 1)
+def _rounders(BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the summands that round a block's codes, fp32 [1, BLOCK]."""
+    # An offset keeps each code positive, so that none borrows from its neighbour when ``_pack`` adds up a word. The sum
+    # also has the bits of all rounders, ``EXCESS``. It is a multiple of 2 ** 22, so the code at bit 16 can make up for
+    # it, which saves a mask per code. All summands are even, so ties still round to the even code. Int3 has masks.
     EACH: tl.constexpr = 0xFFFFFFFF // ((1 << BITS) - 1)  # the lowest bit of each code: 0x11111111 in int4
-    # Sums wrap around at 2**32, and so do these constants, written as int32.
-    ROUNDERS: tl.constexpr = (_ROUNDER_BITS * EACH + 0x80000000) % 0x100000000 - 0x80000000
-    OFFSETS: tl.constexpr = OFFSET * EACH - 0x100000000
+    EXCESS: tl.constexpr = 0 if BITS == 3 else _ROUNDER_BITS * EACH % 0x100000000
+    OFFSET: tl.constexpr = _ROUNDER + (1 << (BITS - 1))
+    at = tl.arange(0, BLOCK) * BITS % 32
+    return tl.where(at == 16, OFFSET - EXCESS // 0x10000, OFFSET)[None, :]
+
+
+@triton.jit
+def _pack(rounded, BITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Pack codes plus ``_rounders``, fp32 [TILE // BLOCK, BLOCK]: int32 [TILE // BLOCK, words]."""
+    # The codes of a word are shifted to their places and added up, and flipping their sign bits removes the offsets.
+    PER_WORD: tl.constexpr = 32 // BITS
+    OFFSETS: tl.constexpr = (0xFFFFFFFF // ((1 << BITS) - 1) << (BITS - 1)) - 0x100000000  # as an int32
     codes = tl.reshape(rounded.to(tl.int32, bitcast=True), [TILE // BLOCK, BLOCK // PER_WORD, PER_WORD])
     place = (tl.arange(0, PER_WORD) * BITS)[None, None, :]
-    return (tl.sum(codes << place, axis=2) - ROUNDERS) ^ OFFSETS
+    return tl.sum(codes << place, axis=2) ^ OFFSETS
 
 
 # ---- decoding
