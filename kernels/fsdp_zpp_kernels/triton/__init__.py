@@ -156,6 +156,7 @@ def _shape_and_strides(shape: tuple[int, int]) -> tuple[tuple[int, int], tuple[i
 # programs run at a time.
 
 WARP = 32
+_DELTAS_A_THREAD = 32
 _CACHE_NBYTES = 2**26  # more than an H200's second-level cache holds
 
 
@@ -214,7 +215,8 @@ def sum_feedback_tiling(layout: PayloadLayout, out_layout: PayloadLayout, error_
 
 
 def delta_tiling(*layouts: PayloadLayout) -> Tiling:
-    return tiling(32, WARP, *layouts)
+    # A multiprocessor runs 32 programs at most, and has registers for so many with 64 a thread.
+    return tiling(_DELTAS_A_THREAD, WARP, *layouts, max_registers=64)
 
 
 def align(numel: int) -> int:
@@ -329,15 +331,37 @@ def dequantize_sum_quantize_with_feedback(
 def quantize_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    cut, layouts = delta_tiling(base_layout, layout), {"base_": base_layout, "": layout}
-    return launch_tiles(quantize_delta_kernel, cut, numel, chunks, 1, layouts=layouts, payload=layout)
+    width = max(group(dtype, base_layout), group(dtype, layout))
+    return _launch_delta(quantize_delta_kernel, width, chunks, numel, base_layout, layout, layout)
 
 
 def add_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    cut, layouts = delta_tiling(base_layout, layout), {"base_": base_layout, "": layout}
-    return launch_tiles(add_delta_kernel, cut, numel, chunks, 1, layouts=layouts, payload=base_layout)
+    # The group is an access of int8 codes, and a word of int2 codes.
+    return _launch_delta(add_delta_kernel, 16, chunks, numel, base_layout, layout, base_layout)
+
+
+def _launch_delta(
+    kernel: Any,
+    width: int,
+    chunks: int,
+    numel: int,
+    base_layout: PayloadLayout,
+    layout: PayloadLayout,
+    payload: PayloadLayout,
+) -> Callable[..., Any]:
+    return launch_tiles(
+        kernel,
+        delta_tiling(base_layout, layout),
+        numel,
+        chunks,
+        1,
+        layouts={"base_": base_layout, "": layout},
+        payload=payload,
+        GROUP=width,
+        PARTS=_DELTAS_A_THREAD // width,
+    )
 
 
 def dequantize_rows(

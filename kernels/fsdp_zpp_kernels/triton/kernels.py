@@ -8,10 +8,14 @@ from .tiles import (
     decode_sum,
     encode,
     encode_with_feedback,
+    in_groups,
+    in_register,
     load_row,
     load_words,
     row_words,
     source_chunk,
+    spread,
+    spread_ptrs,
     target_chunk,
     tile_index,
     tile_ptrs,
@@ -195,7 +199,17 @@ def nf4_rows_kernel(
 #
 # Each is a single pass, so the decoded base, as large as the weights in fp32, is never in memory.
 
-_GROUP = tl.constexpr(16)  # int8 codes in a 16-byte access
+
+@triton.jit
+def load_spread(values_ptr, numel, TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr):
+    """Load this program's tile, fp32 [TILE // GROUP, GROUP, 1]; 0 past the end of the chunk, as ``encode`` needs it."""
+    start = tile_index() * TILE
+    offsets = spread(values_ptr, 1, TILE, GROUP, PARTS)
+    values_ptrs = spread_ptrs(values_ptr + source_chunk() * numel + start, offsets)
+    values = tl.load(values_ptrs, mask=offsets < numel - start, other=0.0) if MASKED else tl.load(values_ptrs)
+    if values.dtype == tl.bfloat16:  # Triton's conversion takes two instructions for every other value
+        values = (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return in_groups(values.to(tl.float32), TILE, GROUP, PARTS)
 
 
 @triton.jit(do_not_specialize=["numel_units", "base_row_units", "row_units", "base_zero"])
@@ -213,15 +227,18 @@ def quantize_delta_kernel(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     numel = tl.cast(numel_units, tl.int64) * ALIGN
     base_ptr += source_chunk() * row_words(base_row_units)
+    zero = in_register(base_zero, TILE, GROUP)
     for MASKED in tl.static_range(2):  # [Note: Masks]
         if suits_tile(MASKED, numel, TILE):
-            values = load_blocks(values_ptr, numel, BLOCK, TILE, MASKED)
-            change = add_row(values, base_ptr, numel, base_zero, -1.0, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED)
+            values = load_spread(values_ptr, numel, TILE, GROUP, PARTS, MASKED)
+            change = add_row(values, base_ptr, numel, zero, -1.0, BASE_BITS, BASE_BLOCK, TILE, GROUP, MASKED, PARTS)
             change = tl.reshape(change, [TILE // BLOCK, BLOCK])
-            encode(change, out_ptr, numel, row_units, BITS, BLOCK, TILE, _GROUP, MASKED)
+            encode(change, out_ptr, numel, row_units, BITS, BLOCK, TILE, GROUP, MASKED, PARTS)
 
 
 @triton.jit(do_not_specialize=["numel", "base_row_units", "row_units", "base_zero", "zero"])
@@ -239,16 +256,19 @@ def add_delta_kernel(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     numel = tl.cast(numel, tl.int64)
     base_ptr += source_chunk() * row_words(base_row_units)
     delta_ptr += source_chunk() * row_words(row_units)
+    base_zero, zero = in_register(base_zero, TILE, GROUP), in_register(zero, TILE, GROUP)
     for MASKED in tl.static_range(2):  # [Note: Masks]
         if suits_tile(MASKED, numel, TILE):
-            codes, scales = load_row(base_ptr, numel, base_zero, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED)
-            values = add_row(codes * scales, delta_ptr, numel, zero, 1.0, BITS, BLOCK, TILE, _GROUP, MASKED)
+            codes, scales = load_row(base_ptr, numel, base_zero, BASE_BITS, BASE_BLOCK, TILE, GROUP, MASKED, PARTS)
+            values = add_row(codes * scales, delta_ptr, numel, zero, 1.0, BITS, BLOCK, TILE, GROUP, MASKED, PARTS)
             values = tl.reshape(values, [TILE // BASE_BLOCK, BASE_BLOCK])
-            encode(values, out_ptr, numel, base_row_units, BASE_BITS, BASE_BLOCK, TILE, _GROUP, MASKED)
+            encode(values, out_ptr, numel, base_row_units, BASE_BITS, BASE_BLOCK, TILE, GROUP, MASKED, PARTS)
 
 
 # ---- feedback

@@ -18,6 +18,8 @@ from fsdp_zpp_kernels.reference import MAX_SCALE, MIN_SCALE, RMS_SCALES, SCALE_M
 # The kernels are bound by memory only as long as they spend few instructions on a value, so they save instructions. A
 # thread holds groups of ``GROUP`` neighbouring values, one 16-byte access wide, and reads their codes and scale itself;
 # threads only exchange the maximum over a block. Codes are handled as 32-bit words (see ``reference.py``).
+# In kernels that encode deltas, the ``PARTS`` groups of a thread lie 8 groups apart in one run. So they mostly share a
+# block, and a thread computes one scale, not one for each group. Elsewhere, PARTS is 1 and a warp's groups adjoin.
 # ``MASKED`` marks the partial tile at the end of a chunk; all other tiles run without masks.
 
 
@@ -52,17 +54,41 @@ def row_words(row_units):
 
 
 @triton.jit
-def word_offsets(BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
-    """Return the offsets of a tile's words: [TILE // GROUP, words a group, 1]."""
-    # The last axis is for the codes of a word: broadcasting copies a word to each of its codes.
-    WORDS: tl.constexpr = GROUP * BITS // 32
-    return tl.arange(0, TILE // GROUP)[:, None, None] * WORDS + tl.arange(0, WORDS)[None, :, None]
+def spread(ptr, PER: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr):
+    """Return the offsets of a tile's elements, of ``PER`` values each: [accesses, elements an access]."""
+    # Triton deals the first axis out to threads in turn, and which axis comes next depends on its version. So one axis
+    # counts, from fast to slow, neighbouring groups, runs, a thread's groups in a run, and the accesses of a group.
+    SIZE: tl.constexpr = GROUP // PER
+    WIDEST: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
+    WIDTH: tl.constexpr = WIDEST if WIDEST < SIZE else SIZE
+    RUNS: tl.constexpr = TILE // (8 * PARTS * GROUP)
+    slot = tl.arange(0, TILE // PER // WIDTH)
+    group = slot // 8 % RUNS * (8 * PARTS) + slot // (8 * RUNS) % PARTS * 8 + slot % 8
+    start = group * SIZE + slot // (8 * RUNS * PARTS) * WIDTH
+    return start[:, None] + tl.arange(0, WIDTH)[None, :]
 
 
 @triton.jit
-def word_ptrs(words_ptr, BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr):
+def spread_ptrs(ptr, offsets):
     # Without this hint, Triton would access more than a group at once, and exchange the surplus via shared memory.
-    return tl.max_contiguous(words_ptr + word_offsets(BITS, TILE, GROUP), [1, GROUP * BITS // 32, 1])
+    return tl.max_contiguous(ptr + offsets, [1, offsets.shape[1]])
+
+
+@triton.jit
+def spread_like(tile, offsets, TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr):
+    WIDTH: tl.constexpr = offsets.shape[1]
+    tile = tl.reshape(tile, [TILE // (8 * PARTS * GROUP), PARTS, 8, tile.numel * GROUP // TILE // WIDTH, WIDTH])
+    return tl.reshape(tl.permute(tile, [3, 1, 0, 2, 4]), offsets.shape)
+
+
+@triton.jit
+def in_groups(tile, TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr):
+    """Return a tile that was read at ``spread_ptrs`` in order: [groups, elements a group, 1]."""
+    # The last axis is for the codes of a word: broadcasting copies a word to each of its codes.
+    SIZE: tl.constexpr = tile.numel * GROUP // TILE
+    WIDTH: tl.constexpr = tile.shape[1]
+    tile = tl.reshape(tile, [SIZE // WIDTH, PARTS, TILE // (8 * PARTS * GROUP), 8, WIDTH])
+    return tl.reshape(tl.permute(tile, [2, 1, 3, 0, 4]), [TILE // GROUP, SIZE, 1])
 
 
 @triton.jit
@@ -147,6 +173,7 @@ def encode(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
+    PARTS: tl.constexpr = 1,
 ):
     """Quantize this program's tile, fp32 [TILE // BLOCK, BLOCK], into the payload, padding included.
 
@@ -198,7 +225,7 @@ def encode(
     # Codes of a zero block are 0 already. With a mask, not a condition, the instruction that removes the offsets also
     # clears the codes of a block that is not finite.
     finite = ((magnitude - _INF_BITS) >> 31)[:, None]
-    _store_codes(rounded, finite, words_ptr + start, words_left, BITS, BLOCK, TILE, GROUP, MASKED)
+    _store_codes(rounded, finite, words_ptr + start, words_left, BITS, BLOCK, TILE, GROUP, MASKED, PARTS)
     scales_ptr = words_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + codes_words(numel, BITS)
     block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
     blocks = (numel + (BLOCK - 1)) // BLOCK
@@ -225,6 +252,7 @@ def _store_codes(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Pack codes plus ``_rounders``, mask them, and store them where the row has ``left`` words for codes."""
     if BITS == 3:
@@ -238,12 +266,12 @@ def _store_codes(
                 tl.store(words_ptr + offsets, words)
     else:
         words = _pack(rounded, BITS, BLOCK, TILE) & kept
-        words_ptrs = word_ptrs(words_ptr, BITS, TILE, GROUP)
-        words = tl.reshape(words, words_ptrs.shape)
+        offsets = spread(words_ptr, 32 // BITS, TILE, GROUP, PARTS)
+        words = spread_like(words, offsets, TILE, GROUP, PARTS)
         if MASKED:
-            tl.store(words_ptrs, words, mask=word_offsets(BITS, TILE, GROUP) < left)
+            tl.store(spread_ptrs(words_ptr, offsets), words, mask=offsets < left)
         else:
-            tl.store(words_ptrs, words)
+            tl.store(spread_ptrs(words_ptr, offsets), words)
 
 
 @triton.jit
@@ -295,19 +323,20 @@ def load_words(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
+    PARTS: tl.constexpr = 1,
 ):
     """Load the tile whose first word and scale are at the pointers; the chunk has ``left`` values from there on.
 
     Returns:
         The words, int32 [TILE // GROUP, words a group, 1], and the scale of each group, fp32 [TILE // GROUP, 1, 1].
     """
-    words_ptrs = word_ptrs(words_ptr, BITS, TILE, GROUP)
+    offsets = spread(words_ptr, 32 // BITS, TILE, GROUP, PARTS)
     if MASKED:
         # Masking whole groups suffices: a group that starts inside the chunk ends inside its padded codes.
-        words = tl.load(words_ptrs, mask=tl.arange(0, TILE // GROUP)[:, None, None] * GROUP < left, other=0)
+        words = tl.load(spread_ptrs(words_ptr, offsets), mask=offsets // (GROUP * BITS // 32) * GROUP < left, other=0)
     else:
-        words = tl.load(words_ptrs)
-    return words, _load_scales(scales_ptr, left, BLOCK, TILE, GROUP, MASKED)
+        words = tl.load(spread_ptrs(words_ptr, offsets))
+    return in_groups(words, TILE, GROUP, PARTS), _load_scales(scales_ptr, left, BLOCK, TILE, GROUP, MASKED)
 
 
 @triton.jit
@@ -332,6 +361,7 @@ def _load_codes(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
+    PARTS: tl.constexpr = 1,
 ):
     """Load a tile as ``load_words`` does; return its codes, fp32 [TILE // GROUP, words, codes a word], and scales.
 
@@ -340,7 +370,7 @@ def _load_codes(
     if BITS == 3:
         return _load_int3(words_ptr, left, TILE, MASKED), _load_scales(scales_ptr, left, BLOCK, TILE, 32, MASKED)
     else:
-        return _load_codes_of_words(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+        return _load_codes_of_words(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED, PARTS)
 
 
 @triton.jit
@@ -376,12 +406,13 @@ def _load_codes_of_words(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     # Half the codes of a word become floats in place, the other half after one shift of the word. A code is masked into
     # the mantissa of a float whose exponent gives the code's lowest bit the weight 1. Flipping the code's sign bit
     # replaces two's complement by an offset: code 0 becomes the float ``zeros``, and subtracting ``zeros`` leaves the
     # code. This takes fewer instructions than extracting each code and converting it from int.
-    words, scales = load_words(words_ptr, scales_ptr, left, BITS, BLOCK, TILE, GROUP, MASKED)
+    words, scales = load_words(words_ptr, scales_ptr, left, BITS, BLOCK, TILE, GROUP, MASKED, PARTS)
     HALF: tl.constexpr = 16 // BITS
     OFFSET: tl.constexpr = 1 << (BITS - 1)
     # The upper half of a word is shifted right by 16 - LIFT bits, so its codes start at bit LIFT. With codes at bit 0,
@@ -424,10 +455,21 @@ def load_row(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
+    PARTS: tl.constexpr = 1,
 ):
     """Load this program's tile of the payload row at ``row_ptr``; ``zero`` and the results as in ``_load_codes``."""
     words_ptr, scales_ptr = tile_ptrs(row_ptr, numel, BITS, BLOCK, TILE)
-    return _load_codes(words_ptr, scales_ptr, numel - tile_index() * TILE, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+    left = numel - tile_index() * TILE
+    return _load_codes(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED, PARTS)
+
+
+@triton.jit
+def in_register(zero, TILE: tl.constexpr, GROUP: tl.constexpr):
+    """Return ``zero`` for each group, [TILE // GROUP, 1, 1], which has the same effect in ``_load_codes``."""
+    # ptxas copies what all threads share to a register for each use, but keeps there what may differ between threads.
+    # The sum is positive, so nothing is added, but no compiler knows that. Sums over peers have no registers to spare.
+    lane = tl.broadcast_to(tl.arange(0, 8)[None, :], [TILE // GROUP // 8, 8])
+    return tl.reshape(zero + ((zero + lane) >> 31), [TILE // GROUP, 1, 1])
 
 
 @triton.jit
@@ -442,9 +484,10 @@ def add_row(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Return ``values``, a tile in any shape, plus ``sign`` (1 or -1) times the row, in the shape of ``decode_sum``."""
-    codes, scales = load_row(row_ptr, numel, zero, BITS, BLOCK, TILE, GROUP, MASKED)
+    codes, scales = load_row(row_ptr, numel, zero, BITS, BLOCK, TILE, GROUP, MASKED, PARTS)
     # The product of code and scale is exact with either sign, so one fma serves, as in ``decode_sum``.
     return tl.fma(codes, sign * scales, tl.reshape(values, codes.shape))
 
