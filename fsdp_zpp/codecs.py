@@ -365,11 +365,12 @@ class Int2(Blockwise):
 #
 # ``Int3``, whose blocks are encoded in a rotated basis.
 #
-# Values of a gradient differ so much that most of eight levels would stand where few values are. After random signs and
-# a Hadamard transform, the values of a block are close to normally distributed, whatever they were (DRIVE, arXiv
-# 2105.08339; SDP4Bit, arXiv 2410.15526, section 3.3), and the levels suit that distribution. Rotations are linear, so
-# the sum of all peers is rotated back once. They run in bf16, on tensor cores: what bf16 rounds is less than a
-# thousandth of the squares that three bits lose. A matrix holds powers of two alone, which bf16 has exactly.
+# Values of a gradient differ so much that most of eight levels would stand where few of them are. After random signs
+# and a Hadamard transform, the values of a block are nearly normally distributed (DRIVE, arXiv 2105.08339; SDP4Bit,
+# arXiv 2410.15526, section 3.3), and the levels suit that distribution. Rotations are linear, so the sum of all peers
+# is rotated back once. They run in bf16, on tensor cores: what bf16 rounds is less than a thousandth of the squares
+# that three bits lose. A matrix holds powers of two alone, which bf16 has exactly. Copies under another parallelism
+# stay equal only because a row's product does not depend on the number of rows (tests/codecs/test_codecs.py).
 
 
 @explains_keywords
@@ -377,9 +378,13 @@ class Int2(Blockwise):
 class Int3(_ScaledBlocks):
     """Eight equidistant levels for the values of a rotated block; 0.375 + 4 / block bytes per value.
 
-    For gradients, of which a block loses some 4 % of its square, at most 6 % in all that was tried. What is decoded is
-    lengthened, so that along normally distributed values it is as long as they are (EDEN, arXiv 2108.08842). A block
-    with a NaN or an infinity decodes to NaN. A chunk is completed to whole blocks. Loss: docs/results/loss.md.
+    For gradients, of which it loses some 4 % of the squares on average, one block of 128 normal values at most 9 %.
+    Decoded values are scaled so that their projection on such values is as long as these. Sums are rounded to bf16.
+
+    Zeros beside other values of a block do not stay zeros, such as rows of an embedding that no token uses, if the
+    length of a row is no multiple of ``block``. Where a parameter ends inside a block, its values there travel in fp32.
+    A chunk is completed to whole blocks. A block with a NaN or an infinity, or whose rotation overflows,
+    decodes to NaN. It takes no error feedback. Loss: docs/results/loss.md.
 
     Args:
         block: Number of values that are rotated together and share one fp32 scale, a power of two from 32 to 4096.
@@ -392,7 +397,7 @@ class Int3(_ScaledBlocks):
     block: int = 128
     bits: ClassVar[int] = 3
     places: ClassVar[tuple[Place, ...]] = ("gradients",)
-    reason: ClassVar[str] = "its loss is known for gradients alone"
+    reason: ClassVar[str] = "nothing else was tried"
     mixes_values: ClassVar[bool] = True
 
     _KEPT: ClassVar[float] = 1 - 0.03744  # by levels, of normally distributed values (J. Max, 1960, table II)
@@ -408,8 +413,9 @@ class Int3(_ScaledBlocks):
         missing = self._padded(numel) - numel
         if missing:
             values = F.pad(values.view(rows * cols, numel), (0, missing))
-        blocks = values.to(torch.bfloat16).view(-1, self.block)
-        rotated = torch.mm(blocks, _rotation(self.block, values.device), out=torch.empty_like(blocks))
+        blocks = values.detach().to(torch.bfloat16).view(-1, self.block)
+        # Autocast leaves calls with ``out`` alone.
+        rotated = torch.mm(blocks, _rotation(self.block, blocks), out=torch.empty_like(blocks))
         return quantize(rotated.view(-1), rows, cols, self.bits, self.block)
 
     def decode(self, payload: Tensor, out: Tensor, rows: int, cols: int) -> None:
@@ -418,31 +424,41 @@ class Int3(_ScaledBlocks):
     def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
         chunks, numel = rows * cols, out.numel() // (rows * cols)
         rotated = torch.empty(chunks * self._padded(numel), dtype=torch.bfloat16, device=out.device)
-        square = 2 - self.block.bit_length() % 2  # of the length of a row of the rotation
-        dequantize_sum(payload, rotated, rows, cols, self.bits, self.block, scale / (square * self._KEPT))
+        row_square = self.block / 4 ** _halvings(self.block)  # 1 or 2
+        dequantize_sum(payload, rotated, rows, cols, self.bits, self.block, scale / (row_square * self._KEPT))
         blocks = rotated.view(-1, self.block)
-        values = torch.mm(blocks, _rotation(self.block, out.device).t(), out=torch.empty_like(blocks))
+        values = torch.mm(blocks, _rotation(self.block, blocks).t(), out=torch.empty_like(blocks))
         out.view(chunks, numel).copy_(values.view(chunks, -1)[:, :numel])
 
     def _padded(self, numel: int) -> int:
         return -(-numel // self.block) * self.block
 
 
-# With these signs, a block of like values keeps its length within 1 % in blocks of 128, within 3 % from 64 to 512; with
-# those of most other seeds, within 10 %. All ranks draw the same signs, whichever torch they have.
+# With these signs, the projection of a block of equal values is within 1 % in blocks of 128, within 3 % from 32 to 512.
+# All ranks draw the same signs, whichever torch they have.
 _SEED = 419
+_ROTATIONS: dict[tuple[int, torch.device], Tensor] = {}  # a process has few devices, a strategy few blocks
 
 
-@functools.cache  # a process has few devices, a strategy few blocks
-def _rotation(block: int, device: torch.device) -> Tensor:
-    """Return a bf16 matrix [block, block] of orthogonal rows, whose length is 1 or, for odd powers of two, 2**0.5."""
-    drawn = random.Random(_SEED)
-    with torch.inference_mode(False):
-        signs = torch.tensor([[drawn.choice((-1.0, 1.0))] for _ in range(block)])
-        matrix = torch.full((1, 1), 2.0 ** -((block.bit_length() - 1) // 2))
-        while len(matrix) < block:
-            matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
-        return (signs * matrix).to(device, torch.bfloat16)
+def _halvings(block: int) -> int:
+    return (block.bit_length() - 1) // 2
+
+
+def _rotation(block: int, like: Tensor) -> Tensor:
+    """Return a bf16 matrix [block, block], whose orthogonal rows have squares of ``block / 4**_halvings(block)``."""
+    key = (block, like.device)
+    if type(like) is not Tensor or key not in _ROTATIONS:
+        drawn = random.Random(_SEED)
+        with torch.inference_mode(False):
+            signs = torch.tensor([[drawn.choice((-1.0, 1.0))] for _ in range(block)], device="cpu")
+            matrix = torch.full((1, 1), 2.0 ** -_halvings(block), device="cpu")
+            while len(matrix) < block:
+                matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
+            made = (signs * matrix).to(like.device, torch.bfloat16)
+        if type(like) is not Tensor:  # a fake one, which must not stay
+            return made
+        _ROTATIONS[key] = made
+    return _ROTATIONS[key]
 
 
 # ---- delta

@@ -235,7 +235,7 @@ NO_PARAMETERS = FlatLayout.dense(())
 # bit, but their neighbours differ between these ranks, and rounding depends on all values of a block. So copies come
 # first in a unit, in the same places on all of these ranks, and no block mixes parameters of different placements:
 # if a boundary between such parameters is inside a block, the block's values before it travel in the tail, too. A codec
-# that mixes values has all boundaries treated so, since gradients of parameters that no rank uses must stay 0.
+# that mixes values has the bounds of all parameters treated so: gradients that no rank has, and padding, must stay 0.
 
 SMALLEST = 128
 """The smallest parameters of several dimensions are sent exactly, up to a total of 1/SMALLEST of a unit's values."""
@@ -301,35 +301,42 @@ def _as_view(indices: Tensor) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     return (rows // inner, inner, tail), (stride, step, 1)
 
 
-def _block_of(codecs: Iterable[Codec | None]) -> int:
+def boundaries_of(layout: FlatLayout, codecs: Iterable[Codec | None]) -> list[tuple[int, int]]:
+    """Return the offsets that no block of ``codecs`` may span, each with the codecs' block; 0 is a whole chunk."""
+    present = [codec for codec in codecs if codec is not None]
+    pairs = [(boundary, _block_of(present)) for boundary in layout.boundaries]
+    if mixing := [codec for codec in present if codec.mixes_values]:
+        block = _block_of(mixing)
+        pairs += [(start, block) for start in (*layout.starts, *(gap[0] for gap in layout.gaps))]
+    return pairs
+
+
+def _block_of(codecs: list[Codec]) -> int:
     """Return a common multiple of the codecs' block sizes; 0 if all values of a chunk depend on each other."""
-    blocks = [codec.block_numel for codec in codecs if codec is not None]
+    blocks = [codec.block_numel for codec in codecs]
     return math.lcm(*blocks) if all(blocks) else 0
 
 
 def exact_places(
     extent: Extent,
-    boundaries: Collection[int],
+    boundaries: Iterable[tuple[int, int]],
     of_all: Iterable[int],
     device: torch.device,
-    codecs: Iterable[Codec | None],
     at: Sequence[int] | None = None,
 ) -> ExactPlaces | None:
     """Return the places of small values in the chunks that are rows of a payload; None if there are none.
 
     Args:
         extent: The chunks.
-        boundaries: The offsets in the layout that are to be inside no block, in order.
+        boundaries: Offsets in the layout that no block may span, as :func:`boundaries_of` returns them.
         of_all: The offsets of all ranks' chunks in the layout; the chunk that needs the longest tail sets the length.
-        codecs: The codecs of hops that carry these values.
         at: The offsets of the chunks in the tensor to encode, or to decode into; by default they are adjacent.
     """
     layout, numel = extent.layout, extent.numel
     if layout is None or not numel:
         return None
     firsts = {0} if extent.is_whole else of_all
-    block = _block_of(codecs) if boundaries else 0
-    in_chunks = {first: _in_chunk(layout.exact, boundaries, first, numel, block) for first in firsts}
+    in_chunks = {first: _in_chunk(layout.exact, boundaries, first, numel) for first in firsts}
     longest = max(map(len, in_chunks.values()))
     if not longest:
         return None
@@ -340,11 +347,11 @@ def exact_places(
 
 
 def _in_chunk(
-    exact: Iterable[tuple[int, int]], boundaries: Iterable[int], first: int, numel: int, block: int
+    exact: Iterable[tuple[int, int]], boundaries: Iterable[tuple[int, int]], first: int, numel: int
 ) -> Tensor:
     """Return the places of small values in the chunk at ``first``, counted from there: int64, in order."""
     runs = [(start - first, stop - first) for start, stop in exact]
-    for boundary in boundaries:
+    for boundary, block in boundaries:
         if 0 < (place := boundary - first) < numel:
             runs.append((place - place % block if block else 0, place))
     parts: list[Tensor] = []

@@ -18,7 +18,7 @@ from fsdp_zpp.strategy.local_steps import LocalSteps
 from fsdp_zpp.strategy.strategy import ResolvedStrategy
 
 from .error_feedback import ErrorBuffer, ErrorFeedbackState
-from .flat_layout import ExactPlaces, Extent, FlatLayout, exact_places, keep_recent
+from .flat_layout import ExactPlaces, Extent, FlatLayout, boundaries_of, exact_places, keep_recent
 from .hops import (
     Hop,
     Traffic,
@@ -215,8 +215,9 @@ class TwoHopReduce(ABC):
         self._intra, self._inter = hops
         self._intra_codec, self._inter_codec = codecs
         self._optimizer_scope, self._native = optimizer_scope, native
-        self._rounded_by = *codecs, None if errors is None else errors.codec
-        self._mixes_values = any(codec is not None and codec.mixes_values for codec in codecs)
+        used = [codec for codec, hop in zip(codecs, hops, strict=True) if hop is not None]
+        self._rounded_by = *used, None if errors is None else errors.codec
+        self._mixes_values = any(codec is not None and codec.mixes_values for codec in used)
         self._known: dict[tuple[int, int, torch.device], HopChunks] = {}  # by layout id, size and device
         self.layout: FlatLayout | None = None
         self.idle: Collection[str] = ()
@@ -268,10 +269,10 @@ class TwoHopReduce(ABC):
         layout, exact = self.layout, None
         extent = Extent(numel, tuple(starts), layout)
         if layout is not None:
-            boundaries = layout.starts if self._mixes_values else layout.boundaries
+            boundaries = boundaries_of(layout, self._rounded_by) if layout.boundaries or self._mixes_values else []
             if layout.exact or boundaries:
                 at = extent.starts if in_place else None
-                exact = exact_places(extent, boundaries, of_all, device, self._rounded_by, at)
+                exact = exact_places(extent, boundaries, of_all, device, at)
         return Chunks(extent, exact)
 
     def _errors_of(self, hop: str, chunks: Chunks, device: torch.device) -> ErrorBuffer | None:

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fsdp_zpp.codecs import Codec, Delta, ExactTail, exact_tail, full_precision, tails_of
 
 from .agreement import fingerprint, plain_parts
-from .flat_layout import ExactPlaces, Extent, FlatLayout, exact_places
+from .flat_layout import ExactPlaces, Extent, FlatLayout, boundaries_of, exact_places
 from .hops import (
     Hop,
     SideStream,
@@ -679,7 +679,8 @@ class WeightGather:
         starts = tuple([(node * self._gpus + local) * numel for local in gpus for node in nodes])
         own = starts if of_all else (self._rank * numel,)
         at = starts if of_all else None
-        return exact_places(Extent(numel, own, layout), layout.boundaries, starts, device, [self.secondary.codec], at)
+        boundaries = boundaries_of(layout, [self.secondary.codec]) if layout.boundaries else []
+        return exact_places(Extent(numel, own, layout), boundaries, starts, device, at)
 
     def _check_sizes(self, shard: Tensor, out: Tensor) -> None:
         if out.numel() != self._world * shard.numel():

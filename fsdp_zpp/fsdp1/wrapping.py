@@ -117,6 +117,7 @@ class QuantizedReduceState:
         self.mesh = _mesh_of(self.process_group, gpus_per_node, gains=codec is not None and error_feedback is None)
         self.codecs = (intra, codec)
         self.error_feedback = error_feedback
+        self._mixes_values = any(each is not None and each.mixes_values for each in self.codecs)
         self._is_of_unit = False
         self._layout: Callable[[int], FlatLayout] | None = None
         self._units: dict[str, ErrorFeedbackState] = {}
@@ -163,10 +164,12 @@ class QuantizedReduceState:
         """
         # FSDP does not tell the hook which unit it reduces, so register_comm_hook gives each unit its own state. If a
         # user's hook wraps the state, that does not happen, and the errors of different units would mix.
-        if self.errors is not None and not self._is_of_unit:
+        # Nor would a codec that mixes values know where parameters begin.
+        if not self._is_of_unit and (self.errors is not None or self._mixes_values):
             raise RuntimeError(
-                "error feedback keeps errors for each unit of a model, but this QuantizedReduceState was not passed to "
-                "model.register_comm_hook; pass the state itself there, together with quantized_reduce_hook"
+                "error feedback keeps errors for each unit of a model, and Int3 must know the unit's parameters, but "
+                "this QuantizedReduceState was not passed to model.register_comm_hook; pass the state itself there, "
+                "together with quantized_reduce_hook"
             )
         layout = None if self._layout is None else self._layout(gradient.numel())
         finish = self._reduce.start(gradient, out, layout=layout)

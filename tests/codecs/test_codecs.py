@@ -17,9 +17,10 @@ from harness.covering import over_pairs
 from hypothesis import given, settings, strategies as st
 from top_k_codec import REACH, TopK, TopKOfSum
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
-from fsdp_zpp import NF4, Codec, Int2Delta, Int3, Int4, Int4Delta, Int8, Strategy
-from fsdp_zpp.codecs import Delta, FullPrecision, exact_tail, tails_of, without_tail
+from fsdp_zpp import NF4, Codec, Int2Delta, Int3, Int4, Int4Delta, Int8, Strategy, codecs
+from fsdp_zpp.codecs import Delta, FullPrecision, _rotation, exact_tail, tails_of, without_tail
 from fsdp_zpp.comm.error_feedback import ErrorBuffer, decode_sum_encode_with_feedback, encode_with_feedback
 from fsdp_zpp.comm.flat_layout import Extent
 from fsdp_zpp_kernels import ops
@@ -222,6 +223,41 @@ def test_sums_are_encoded_as_any_values_are_and_corrected_after_the_scale(
         encoded = decode_sum_encode_with_feedback(source, payload, numel, then, SCALE, fused)
         assert torch.equal(coded(then, encoded), coded(then, encode_with_feedback(then, sums, 1, 2, apart)))
         assert torch.equal(fused.state, apart.state)
+
+
+@pytest.mark.parametrize("block", [64, 128, 512])
+def test_three_bits_lose_as_much_of_other_values_as_of_normal_ones(block: int) -> None:
+    normal = torch.randn(block * 2**9, generator=torch.Generator().manual_seed(0))
+    for values, lost in ((normal, 0.002), (normal**3, 0.015), (normal + 3, 0.008), (torch.ones(block), 0.01)):
+        back, square = round_trip(Int3(block), values).double(), values.double().square().sum()
+        assert ((back - values).square().sum() / square).item() == pytest.approx(0.039, abs=lost)
+        assert ((back * values).sum() / square).item() == pytest.approx(1, abs=0.03)
+
+
+def test_rotations_are_orthogonal_and_the_same_everywhere() -> None:
+    for power in range(5, 13):
+        matrix = _rotation(2**power, torch.empty(0)).double()
+        assert torch.equal(matrix @ matrix.t(), (1 + power % 2) * torch.eye(2**power, dtype=torch.float64))
+    assert sum(int(sign) << at for at, sign in enumerate(_rotation(32, torch.empty(0))[:, 0] > 0)) == 2367410956
+
+
+def test_a_rotation_that_is_made_while_tracing_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codecs, "_ROTATIONS", {})
+    for context in (FakeTensorMode(), torch.device("meta"), torch.inference_mode()):
+        with context:
+            assert Int3(32).encode(torch.zeros(64, device="cpu"), 1, 1).shape == (1, 48)
+        assert (round_trip(Int3(32), torch.ones(64)) - 1).abs().max() < 0.5
+
+
+def test_a_block_is_rotated_alike_among_any_number_of_blocks() -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for block, some in product((32, 128, 1024), (1, 2, 3, 17, 64, 333)):
+        codec, values = Int3(block), (values_of(500 * block) ** 3).to(device)
+        assert torch.equal(codec.encode(values[: some * block], some, 1), codec.encode(values, 500, 1)[:some])
+        few, many = torch.empty(some * block, device=device), torch.empty_like(values)
+        codec.decode(codec.encode(values[: some * block], some, 1), few, 1, some)
+        codec.decode(codec.encode(values, 500, 1), many, 1, 500)
+        assert torch.equal(few, many[: some * block])
 
 
 def test_nf4_can_not_be_summed_and_is_for_frozen_weights_alone() -> None:

@@ -25,7 +25,7 @@ from fsdp_zpp import Codec, Int2Delta, Int3, Int4, Int4Delta, Int8, LoCo
 from fsdp_zpp.codecs import Blockwise, Delta
 from fsdp_zpp.comm import hops
 from fsdp_zpp.comm.error_feedback import ErrorBuffer, encode_with_feedback
-from fsdp_zpp.comm.flat_layout import ExactPlaces, Extent, FlatLayout, Piece, exact_places
+from fsdp_zpp.comm.flat_layout import ExactPlaces, Extent, FlatLayout, Piece, boundaries_of, exact_places
 from fsdp_zpp.comm.gradient_reduce import GradientReduce, StepWatch
 from fsdp_zpp.comm.hops import AllGathers, Traffic
 from fsdp_zpp.comm.mesh import ProcessMesh, process_mesh
@@ -268,8 +268,9 @@ class Given:
 @pytest.mark.parametrize(("blocks", "first"), [((64, 96), 0), ((32, 64), 64), ((1, 1), 120), ((64, 0), 0)])
 def test_no_block_of_any_codec_spans_a_boundary_of_another_parallelism(blocks: tuple[int, ...], first: int) -> None:
     extent = Extent(LAYOUT.numel, (0,), replace(LAYOUT, exact=()))
-    codecs: Any = [Mock(block_numel=block) for block in blocks]
-    places = exact_places(extent, (120,), (0,), device(), codecs)
+    codecs: Any = [Mock(block_numel=block, mixes_values=False) for block in blocks]
+    boundaries = boundaries_of(replace(LAYOUT, boundaries=(120,)), codecs)
+    places = exact_places(extent, boundaries, (0,), device())
     assert sorted({*places.key} if places else ()) == list(range(first, 120))
 
 

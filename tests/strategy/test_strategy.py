@@ -110,7 +110,7 @@ INNER_FEEDBACK = {"intra_gradients": Int8(), "error_feedback": LoCo()}
         (Strategy, {"levels": "III", "weights": Int2Delta()}, ValueError, "secondary shard in each node, which"),
         (Strategy, {"gradients": Int2Delta()}, ValueError, "gradients can't be Int2Delta.*: a delta needs a base"),
         (Strategy.loco, {"gradients": Int3()}, ValueError, "error_feedback can't correct Int3.*: it mixes values"),
-        (Strategy, {"weights": Int3()}, ValueError, "weights can't be Int3.*for gradients alone: its loss is known"),
+        (Strategy, {"weights": Int3()}, ValueError, "weights can't be Int3.*for gradients alone: nothing else"),
         (Strategy, {"gradients": Int4Delta()}, ValueError, "gradients can't be Int4Delta.*: a delta needs a base"),
         (Strategy, {"frozen": Int4Delta()}, ValueError, "frozen can't be Int4Delta.*: a delta needs a base"),
         (Strategy.diloco, {"every": 8, "local_steps": LocalSteps(8)}, TypeError, "pass them to it alone"),
