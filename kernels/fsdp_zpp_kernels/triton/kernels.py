@@ -8,6 +8,7 @@ from .tiles import (
     decode_sum,
     encode,
     encode_with_feedback,
+    group_ptrs,
     in_groups,
     in_register,
     load_row,
@@ -15,7 +16,6 @@ from .tiles import (
     row_words,
     source_chunk,
     spread,
-    spread_ptrs,
     target_chunk,
     tile_index,
     tile_ptrs,
@@ -204,8 +204,8 @@ def nf4_rows_kernel(
 def load_spread(values_ptr, numel, TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, MASKED: tl.constexpr):
     """Load this program's tile, fp32 [TILE // GROUP, GROUP, 1]; 0 past the end of the chunk, as ``encode`` needs it."""
     start = tile_index() * TILE
-    offsets = spread(values_ptr, 1, TILE, GROUP, PARTS)
-    values_ptrs = spread_ptrs(values_ptr + source_chunk() * numel + start, offsets)
+    offsets = spread(values_ptr.dtype.element_ty, 1, TILE, GROUP, PARTS)
+    values_ptrs = group_ptrs(values_ptr + source_chunk() * numel + start, offsets)
     values = tl.load(values_ptrs, mask=offsets < numel - start, other=0.0) if MASKED else tl.load(values_ptrs)
     if values.dtype == tl.bfloat16:  # Triton's conversion takes two instructions for every other value
         values = (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)

@@ -54,12 +54,22 @@ def row_words(row_units):
 
 
 @triton.jit
-def spread(ptr, PER: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr):
+def word_offsets(BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr):
+    """Return the offsets of a tile's words: [TILE // GROUP, words a group, 1], or those of ``spread``."""
+    if PARTS > 1:
+        return spread(tl.int32, 32 // BITS, TILE, GROUP, PARTS)
+    else:
+        WORDS: tl.constexpr = GROUP * BITS // 32
+        return tl.arange(0, TILE // GROUP)[:, None, None] * WORDS + tl.arange(0, WORDS)[None, :, None]
+
+
+@triton.jit
+def spread(DTYPE: tl.constexpr, PER: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr):
     """Return the offsets of a tile's elements, of ``PER`` values each: [accesses, elements an access]."""
     # Triton deals the first axis out to threads in turn, and which axis comes next depends on its version. So one axis
     # counts, from fast to slow, neighbouring groups, runs, a thread's groups in a run, and the accesses of a group.
     SIZE: tl.constexpr = GROUP // PER
-    WIDEST: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
+    WIDEST: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     WIDTH: tl.constexpr = WIDEST if WIDEST < SIZE else SIZE
     RUNS: tl.constexpr = TILE // (8 * PARTS * GROUP)
     slot = tl.arange(0, TILE // PER // WIDTH)
@@ -69,26 +79,30 @@ def spread(ptr, PER: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, PART
 
 
 @triton.jit
-def spread_ptrs(ptr, offsets):
+def group_ptrs(ptr, offsets):
     # Without this hint, Triton would access more than a group at once, and exchange the surplus via shared memory.
-    return tl.max_contiguous(ptr + offsets, [1, offsets.shape[1]])
+    return tl.max_contiguous(ptr + offsets, [1, offsets.shape[1], 1][: len(offsets.shape)])
 
 
 @triton.jit
-def spread_like(tile, offsets, TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr):
-    WIDTH: tl.constexpr = offsets.shape[1]
-    tile = tl.reshape(tile, [TILE // (8 * PARTS * GROUP), PARTS, 8, tile.numel * GROUP // TILE // WIDTH, WIDTH])
-    return tl.reshape(tl.permute(tile, [3, 1, 0, 2, 4]), offsets.shape)
+def like_offsets(tile, offsets, TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr):
+    if PARTS > 1:
+        WIDTH: tl.constexpr = offsets.shape[1]
+        tile = tl.reshape(tile, [TILE // (8 * PARTS * GROUP), PARTS, 8, tile.numel * GROUP // TILE // WIDTH, WIDTH])
+        tile = tl.permute(tile, [3, 1, 0, 2, 4])
+    return tl.reshape(tile, offsets.shape)
 
 
 @triton.jit
 def in_groups(tile, TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr):
-    """Return a tile that was read at ``spread_ptrs`` in order: [groups, elements a group, 1]."""
+    """Return a tile that was read at offsets as above in order: [groups, elements a group, 1]."""
     # The last axis is for the codes of a word: broadcasting copies a word to each of its codes.
     SIZE: tl.constexpr = tile.numel * GROUP // TILE
-    WIDTH: tl.constexpr = tile.shape[1]
-    tile = tl.reshape(tile, [SIZE // WIDTH, PARTS, TILE // (8 * PARTS * GROUP), 8, WIDTH])
-    return tl.reshape(tl.permute(tile, [2, 1, 3, 0, 4]), [TILE // GROUP, SIZE, 1])
+    if PARTS > 1:
+        WIDTH: tl.constexpr = tile.shape[1]
+        tile = tl.reshape(tile, [SIZE // WIDTH, PARTS, TILE // (8 * PARTS * GROUP), 8, WIDTH])
+        tile = tl.permute(tile, [2, 1, 3, 0, 4])
+    return tl.reshape(tile, [TILE // GROUP, SIZE, 1])
 
 
 @triton.jit
@@ -266,12 +280,12 @@ def _store_codes(
                 tl.store(words_ptr + offsets, words)
     else:
         words = _pack(rounded, BITS, BLOCK, TILE) & kept
-        offsets = spread(words_ptr, 32 // BITS, TILE, GROUP, PARTS)
-        words = spread_like(words, offsets, TILE, GROUP, PARTS)
+        offsets = word_offsets(BITS, TILE, GROUP, PARTS)
+        words = like_offsets(words, offsets, TILE, GROUP, PARTS)
         if MASKED:
-            tl.store(spread_ptrs(words_ptr, offsets), words, mask=offsets < left)
+            tl.store(group_ptrs(words_ptr, offsets), words, mask=offsets < left)
         else:
-            tl.store(spread_ptrs(words_ptr, offsets), words)
+            tl.store(group_ptrs(words_ptr, offsets), words)
 
 
 @triton.jit
@@ -330,12 +344,12 @@ def load_words(
     Returns:
         The words, int32 [TILE // GROUP, words a group, 1], and the scale of each group, fp32 [TILE // GROUP, 1, 1].
     """
-    offsets = spread(words_ptr, 32 // BITS, TILE, GROUP, PARTS)
+    offsets = word_offsets(BITS, TILE, GROUP, PARTS)
     if MASKED:
         # Masking whole groups suffices: a group that starts inside the chunk ends inside its padded codes.
-        words = tl.load(spread_ptrs(words_ptr, offsets), mask=offsets // (GROUP * BITS // 32) * GROUP < left, other=0)
+        words = tl.load(group_ptrs(words_ptr, offsets), mask=offsets // (GROUP * BITS // 32) * GROUP < left, other=0)
     else:
-        words = tl.load(spread_ptrs(words_ptr, offsets))
+        words = tl.load(group_ptrs(words_ptr, offsets))
     return in_groups(words, TILE, GROUP, PARTS), _load_scales(scales_ptr, left, BLOCK, TILE, GROUP, MASKED)
 
 
