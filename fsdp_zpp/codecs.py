@@ -370,7 +370,7 @@ class Int2(Blockwise):
 # arXiv 2410.15526, section 3.3), and the levels suit that distribution. Rotations are linear, so the sum of all peers
 # is rotated back once. They run in bf16, on tensor cores: what bf16 rounds is less than a thousandth of the squares
 # that three bits lose. A matrix holds powers of two alone, which bf16 has exactly. Copies under another parallelism
-# stay equal only because a row's product does not depend on the number of rows (tests/codecs/test_codecs.py).
+# stay equal because the product of a row does not depend on the number of rows (tests/codecs/test_codecs.py).
 
 
 @explains_keywords
@@ -387,7 +387,7 @@ class Int3(_ScaledBlocks):
     decodes to NaN. It takes no error feedback. Loss: docs/results/loss.md.
 
     Args:
-        block: Number of values that are rotated together and share one fp32 scale, a power of two from 32 to 4096.
+        block: Number of values that are rotated together and share one fp32 scale, a power of two from 32 to 1024.
 
     Raises:
         TypeError: If ``block`` is not an int.
@@ -401,6 +401,11 @@ class Int3(_ScaledBlocks):
     mixes_values: ClassVar[bool] = True
 
     _KEPT: ClassVar[float] = 1 - 0.03744  # by levels, of normally distributed values (J. Max, 1960, table II)
+
+    def __post_init__(self) -> None:
+        if type(self.block) is int and self.block > 1024:  # larger products are split where there are few rows
+            raise ValueError(f"Int3's block must be a power of two from 32 to 1024, got {self.block}")
+        super().__post_init__()
 
     def __str__(self) -> str:
         return f"int3({self.block})"

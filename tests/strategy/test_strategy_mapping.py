@@ -51,7 +51,7 @@ def legal_strategies(draw: st.DrawFn) -> Strategy:
     keeps_secondary = levels[0] + levels[2] == "IG"
     local_steps = draw(st.none() | LOCAL_STEPS) if levels[2] == "I" else None
     reduces = local_steps is None or local_steps.start > 0
-    gradients = draw(HOP_CODECS | st.builds(Int3, BLOCKS)) if reduces else None
+    gradients = draw(HOP_CODECS | st.builds(Int3, st.sampled_from([64, 1024]))) if reduces else None
     return Strategy(
         levels,
         weights=draw(

@@ -331,7 +331,8 @@ def dequantize_sum_quantize_with_feedback(
 def quantize_delta(
     chunks: int, numel: int, base_layout: PayloadLayout, layout: PayloadLayout, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    width = max(group(dtype, base_layout), group(dtype, layout))
+    # Whatever the group, int3 comes in words of 32.
+    width = min(max(group(dtype, base_layout), group(dtype, layout)), 16)
     return _launch_delta(quantize_delta_kernel, width, chunks, numel, base_layout, layout, layout)
 
 
@@ -343,25 +344,10 @@ def add_delta(
 
 
 def _launch_delta(
-    kernel: Any,
-    width: int,
-    chunks: int,
-    numel: int,
-    base_layout: PayloadLayout,
-    layout: PayloadLayout,
-    payload: PayloadLayout,
+    kernel: Any, width: int, chunks: int, numel: int, base: PayloadLayout, layout: PayloadLayout, payload: PayloadLayout
 ) -> Callable[..., Any]:
-    return launch_tiles(
-        kernel,
-        delta_tiling(base_layout, layout),
-        numel,
-        chunks,
-        1,
-        layouts={"base_": base_layout, "": layout},
-        payload=payload,
-        GROUP=width,
-        PARTS=_DELTAS_A_THREAD // width,
-    )
+    cut, layouts, parts = delta_tiling(base, layout), {"base_": base, "": layout}, _DELTAS_A_THREAD // width
+    return launch_tiles(kernel, cut, numel, chunks, 1, layouts=layouts, payload=payload, GROUP=width, PARTS=parts)
 
 
 def dequantize_rows(

@@ -365,29 +365,6 @@ def _load_scales(scales_ptr, left, BLOCK: tl.constexpr, TILE: tl.constexpr, GROU
 
 
 @triton.jit
-def _load_codes(
-    words_ptr,
-    scales_ptr,
-    left,
-    zero,
-    BITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    MASKED: tl.constexpr,
-    PARTS: tl.constexpr = 1,
-):
-    """Load a tile as ``load_words`` does; return its codes, fp32 [TILE // GROUP, words, codes a word], and scales.
-
-    Int3 codes come in groups of 32, whatever ``GROUP`` is, as fp32 [TILE // 32, 2, 16].
-    """
-    if BITS == 3:
-        return _load_int3(words_ptr, left, TILE, MASKED), _load_scales(scales_ptr, left, BLOCK, TILE, 32, MASKED)
-    else:
-        return _load_codes_of_words(words_ptr, scales_ptr, left, zero, BITS, BLOCK, TILE, GROUP, MASKED, PARTS)
-
-
-@triton.jit
 def _load_int3(words_ptr, left, TILE: tl.constexpr, MASKED: tl.constexpr):
     low_offsets, sign_offsets = int3_offsets(0, TILE), int3_offsets(2, TILE)
     if MASKED:
@@ -410,7 +387,7 @@ def _load_int3(words_ptr, left, TILE: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _load_codes_of_words(
+def _load_codes(
     words_ptr,
     scales_ptr,
     left,
@@ -420,36 +397,44 @@ def _load_codes_of_words(
     TILE: tl.constexpr,
     GROUP: tl.constexpr,
     MASKED: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr = 1,
 ):
-    # Half the codes of a word become floats in place, the other half after one shift of the word. A code is masked into
-    # the mantissa of a float whose exponent gives the code's lowest bit the weight 1. Flipping the code's sign bit
-    # replaces two's complement by an offset: code 0 becomes the float ``zeros``, and subtracting ``zeros`` leaves the
-    # code. This takes fewer instructions than extracting each code and converting it from int.
-    words, scales = load_words(words_ptr, scales_ptr, left, BITS, BLOCK, TILE, GROUP, MASKED, PARTS)
-    HALF: tl.constexpr = 16 // BITS
-    OFFSET: tl.constexpr = 1 << (BITS - 1)
-    # The upper half of a word is shifted right by 16 - LIFT bits, so its codes start at bit LIFT. With codes at bit 0,
-    # ptxas would turn the shift by 16 into two instructions. A mantissa has 23 bits: room for 16 above the lift.
-    LIFT: tl.constexpr = 4 if BITS == 4 else 1
-    code = tl.arange(0, 2 * HALF)[None, None, :]
-    upper = code // HALF
-    # In int2, the lowest bit of a code weighs 2 and the bit below it 1, so codes of the lower half are lifted, too.
-    LOWER: tl.constexpr = 1 if BITS == 2 else 0
-    position = code % HALF * BITS + LOWER + upper * (LIFT - LOWER)
-    # This moves the offset in ``zero`` up by ``position`` bits and lowers the exponent to match, so its weight stays.
-    zeros = zero + ((OFFSET << position) - OFFSET - ((position - LOWER) << 23))
-    # The words are signed, so the shift fills in copies of the sign bit, which the mask drops.
-    mask = ((1 << BITS) - 1) << position
-    biased = (((words << (LOWER * (1 - upper))) >> (upper * (16 - LIFT))) & mask) ^ zeros
-    if BITS == 2:
-        zeros -= 1 << (position - 1)  # less 1, so that the difference is 2 * code + 1
-    codes = biased.to(tl.float32, bitcast=True) - zeros.to(tl.float32, bitcast=True)
-    if BITS == 2 and MASKED:
-        # No int2 code decodes to the 0 that ``encode`` needs past the end of the chunk.
-        word = tl.reshape(tl.arange(0, TILE // 16), [TILE // GROUP, GROUP // 16, 1])
-        codes = tl.where(word * 16 + code < left, codes, 0.0)
-    return codes, scales
+    """Load a tile as ``load_words`` does; return its codes, fp32 [TILE // GROUP, words, codes a word], and scales.
+
+    Int3 codes come in groups of 32, whatever ``GROUP`` is, as fp32 [TILE // 32, 2, 16].
+    """
+    if BITS == 3:
+        return _load_int3(words_ptr, left, TILE, MASKED), _load_scales(scales_ptr, left, BLOCK, TILE, 32, MASKED)
+    else:
+        # Half the codes of a word become floats in place, the other half after one shift of the word. A code is masked
+        # into the mantissa of a float whose exponent gives the code's lowest bit the weight 1. Flipping the code's sign
+        # bit replaces two's complement by an offset: code 0 becomes the float ``zeros``, and subtracting ``zeros``
+        # leaves the code. This takes fewer instructions than extracting each code and converting it from int.
+        words, scales = load_words(words_ptr, scales_ptr, left, BITS, BLOCK, TILE, GROUP, MASKED, PARTS)
+        HALF: tl.constexpr = 16 // BITS
+        OFFSET: tl.constexpr = 1 << (BITS - 1)
+        # The upper half of a word is shifted right by 16 - LIFT bits, so its codes start at bit LIFT. With codes at bit
+        # 0, ptxas would turn the shift by 16 into two instructions. A mantissa has 23 bits: room for 16 above the lift.
+        LIFT: tl.constexpr = 4 if BITS == 4 else 1
+        code = tl.arange(0, 2 * HALF)[None, None, :]
+        upper = code // HALF
+        # In int2, the lowest bit of a code weighs 2 and the bit below it 1, so codes of the lower half are lifted, too.
+        LOWER: tl.constexpr = 1 if BITS == 2 else 0
+        position = code % HALF * BITS + LOWER + upper * (LIFT - LOWER)
+        # This moves the offset in ``zero`` up by ``position`` bits and lowers the exponent to match, so its weight
+        # stays.
+        zeros = zero + ((OFFSET << position) - OFFSET - ((position - LOWER) << 23))
+        # The words are signed, so the shift fills in copies of the sign bit, which the mask drops.
+        mask = ((1 << BITS) - 1) << position
+        biased = (((words << (LOWER * (1 - upper))) >> (upper * (16 - LIFT))) & mask) ^ zeros
+        if BITS == 2:
+            zeros -= 1 << (position - 1)  # less 1, so that the difference is 2 * code + 1
+        codes = biased.to(tl.float32, bitcast=True) - zeros.to(tl.float32, bitcast=True)
+        if BITS == 2 and MASKED:
+            # No int2 code decodes to the 0 that ``encode`` needs past the end of the chunk.
+            word = tl.reshape(tl.arange(0, TILE // 16), [TILE // GROUP, GROUP // 16, 1])
+            codes = tl.where(word * 16 + code < left, codes, 0.0)
+        return codes, scales
 
 
 @triton.jit
