@@ -19,6 +19,7 @@ _WHOLE = {
 _PARTS = {
     "delta": "Int4Delta",
     "delta2": "Int2Delta",
+    "int3": "Int3",
     "alone": "each GPU a node",
     "overlap": "overlap",
     "int8": "int8 errors",

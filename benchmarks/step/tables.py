@@ -168,9 +168,14 @@ STEP_TIME = {
         below="layers, machine",
     ),
     "two-bits": Comparison(
-        {"mixture, 2.6B": "moe-2.6B-2x1-deltas", "6.7B": "6.7B-2x1-deltas"},
+        {
+            "mixture, 2.6B": "moe-2.6B-2x1-deltas",
+            "6.7B": "6.7B-2x1-deltas",
+            "6.7B, second machine": "6.7B-2x1-int3",
+            "1.35B, compiled": "1.35B-2x1-compiled-int3",
+        },
         (STEP, HOST, BETWEEN_NODES),
-        ("fsdp2:zeropp-delta", "fsdp2:zeropp-delta2"),
+        ("fsdp2:zeropp-delta", "fsdp2:zeropp-delta2", "fsdp2:zeropp-delta2-int3"),
         below="model",
     ),
     "nodes-of-one": Comparison(

@@ -117,7 +117,9 @@ class PayloadLayout:
 
     def codes_nbytes(self, numel: int) -> int:
         """Return the bytes of the codes of ``numel`` values, without padding; int3 codes are padded to 32."""
-        return -(-numel // 32) * 12 if self.bits == 3 else (numel * self.bits + 7) // 8
+        if self.bits == 3:
+            return -(-numel // 32) * 12
+        return (numel * self.bits + 7) // 8
 
     def scales_offset(self, numel: int) -> int:
         """Return the offset of the scales in the row, in bytes."""
