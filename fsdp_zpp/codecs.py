@@ -154,13 +154,15 @@ def check_codec(name: str, value: object, *, also: str = "", such_as: str = "Int
 
 
 def check_place(name: str, value: object, place: Place) -> None:
-    """Raise a ValueError if ``value``, the argument ``name``, is a codec that does not suit ``place``."""
+    """Raise a ValueError if ``value``, the argument ``name``, is a codec that does not suit ``place``, or no use."""
     if isinstance(value, Codec) and place not in value.places:
         suits = " and ".join(_NAMES[each] for each in value.places) or "deltas"
         reason = f": {value.reason}" if value.reason else ""
         raise ValueError(
             f"{name} can't be {value!r}, which is for {suits} alone{reason}; choose Int8(...) or Int4(...)"
         )
+    if isinstance(value, Codec) and value.mixes_values and not value.block_numel:
+        raise ValueError(f"{name}={value!r} mixes values, so it needs blocks: its block_numel must not be 0")
 
 
 @dataclass(frozen=True)
@@ -383,8 +385,8 @@ class Int3(_ScaledBlocks):
 
     Zeros beside other values of a block do not stay zeros, such as rows of an embedding that no token uses, if the
     length of a row is no multiple of ``block``. Where a parameter ends inside a block, its values there travel in fp32.
-    A chunk is completed to whole blocks. A block with a NaN or an infinity, or whose rotation overflows,
-    decodes to NaN. It takes no error feedback. Loss: docs/results/loss.md.
+    A chunk is completed to whole blocks. A block with a NaN or an infinity, or whose rotation overflows, decodes to
+    NaN. Error feedback is refused. Loss: docs/results/loss.md.
 
     Args:
         block: Number of values that are rotated together and share one fp32 scale, a power of two from 32 to 1024.
@@ -451,8 +453,9 @@ def _halvings(block: int) -> int:
 
 def _rotation(block: int, like: Tensor) -> Tensor:
     """Return a bf16 matrix [block, block], whose orthogonal rows have squares of ``block / 4**_halvings(block)``."""
-    key = (block, like.device)
-    if type(like) is not Tensor or key not in _ROTATIONS:
+    is_real = type(like) is Tensor  # and no fake one, whose rotation must not stay
+    made = _ROTATIONS.get((block, like.device)) if is_real else None
+    if made is None:
         drawn = random.Random(_SEED)
         with torch.inference_mode(False):
             signs = torch.tensor([[drawn.choice((-1.0, 1.0))] for _ in range(block)], device="cpu")
@@ -460,10 +463,9 @@ def _rotation(block: int, like: Tensor) -> Tensor:
             while len(matrix) < block:
                 matrix = torch.cat([torch.cat([matrix, matrix], dim=1), torch.cat([matrix, -matrix], dim=1)])
             made = (signs * matrix).to(like.device, torch.bfloat16)
-        if type(like) is not Tensor:  # a fake one, which must not stay
-            return made
-        _ROTATIONS[key] = made
-    return _ROTATIONS[key]
+        if is_real:
+            _ROTATIONS[block, like.device] = made
+    return made
 
 
 # ---- delta

@@ -265,6 +265,11 @@ def test_a_block_is_rotated_alike_among_any_number_of_blocks() -> None:
         assert torch.equal(few, many[: some * block])
 
 
+def test_a_codec_that_mixes_values_must_have_blocks() -> None:
+    with patch.object(Halves, "mixes_values", True), pytest.raises(ValueError, match="its block_numel must not be 0"):
+        Strategy("IGG", gradients=Halves())
+
+
 def test_nf4_can_not_be_summed_and_is_for_frozen_weights_alone() -> None:
     with pytest.raises(NotImplementedError, match="NF4 can't sum payloads"):
         NF4().decode_sum(torch.zeros(1, 1, 48, dtype=torch.uint8), torch.empty(64), 1, 1, 1.0)
