@@ -266,11 +266,16 @@ class _ScaledBlocks(BlockCodec):
     """A codec whose payloads hold codes of ``bits`` bits and an fp32 scale for each block, as kernels lay them out."""
 
     bits: ClassVar[int]
+    least: ClassVar[int] = 32
+    most: ClassVar[int] = 4096
 
     def __post_init__(self) -> None:
         # Python counts bool as an int, and True would pass for a block of 1.
         if isinstance(self.block, bool) or not isinstance(self.block, int):
             raise TypeError(f"{type(self).__name__}'s block must be an int, got {self.block!r}")
+        if not self.least <= self.block <= self.most:
+            allowed = f"a power of two from {self.least} to {self.most}"
+            raise ValueError(f"{type(self).__name__}'s block must be {allowed}, got {self.block}")
         _ = self.layout  # raises if the block is out of range
 
     @cached_property
@@ -398,16 +403,12 @@ class Int3(_ScaledBlocks):
 
     block: int = 128
     bits: ClassVar[int] = 3
+    most: ClassVar[int] = 1024  # products of larger blocks are split where there are few rows
     places: ClassVar[tuple[Place, ...]] = ("gradients",)
     reason: ClassVar[str] = "nothing else was tried"
     mixes_values: ClassVar[bool] = True
 
     _KEPT: ClassVar[float] = 1 - 0.03744  # by levels, of normally distributed values (J. Max, 1960, table II)
-
-    def __post_init__(self) -> None:
-        if type(self.block) is int and self.block > 1024:  # larger products are split where there are few rows
-            raise ValueError(f"Int3's block must be a power of two from 32 to 1024, got {self.block}")
-        super().__post_init__()
 
     def __str__(self) -> str:
         return f"int3({self.block})"
@@ -587,8 +588,6 @@ class Int2Delta(Delta):
 # bitsandbytes encodes, so that weights round exactly as they do there. This package's own kernel decodes to the same
 # values: it reads codes and scales where a gather has left them, while bitsandbytes would need copies of both.
 
-MIN_BLOCK = 64  # the smallest for which bitsandbytes has kernels on all devices
-
 
 @explains_keywords
 @dataclass(frozen=True)
@@ -609,11 +608,10 @@ class NF4(_ScaledBlocks):
 
     block: int = 64
     bits: ClassVar[int] = 4
+    least: ClassVar[int] = 64  # the smallest for which bitsandbytes has kernels on all devices
     places: ClassVar[tuple[Place, ...]] = ("frozen",)
 
     def __post_init__(self) -> None:
-        if type(self.block) is int and self.block < MIN_BLOCK:
-            raise ValueError(f"NF4's block must be a power of two from {MIN_BLOCK} to 4096, got {self.block}")
         super().__post_init__()
         # Looked up, not imported: an import takes seconds, and a strategy may be made only for a plan.
         if importlib.util.find_spec("bitsandbytes") is None:

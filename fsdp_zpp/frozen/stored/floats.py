@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fsdp_zpp.codecs import MIN_BLOCK, NF4, Codec
+from fsdp_zpp.codecs import NF4, Codec
 from fsdp_zpp_kernels.reference import LEVELS, MAX_BLOCK
 
 from .format import (
@@ -441,7 +441,7 @@ class FourBit(StoredFormat):
     @cached_property
     def codec(self) -> Codec:
         # This library's NF4 has the same codes and scales, and a kernel that decodes them.
-        if self.kind == "nf4" and MIN_BLOCK <= self.block <= MAX_BLOCK and importlib.util.find_spec("bitsandbytes"):
+        if self.kind == "nf4" and NF4.least <= self.block <= MAX_BLOCK and importlib.util.find_spec("bitsandbytes"):
             return NF4(self.block)
         return super().codec
 

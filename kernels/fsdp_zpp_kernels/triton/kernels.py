@@ -11,12 +11,14 @@ from .tiles import (
     group_ptrs,
     in_groups,
     in_register,
+    load_blocks,
+    load_inside,
     load_row,
     load_words,
     row_words,
     source_chunk,
     spread,
-    target_chunk,
+    store_groups,
     tile_index,
     tile_ptrs,
 )
@@ -34,34 +36,6 @@ from .tiles import (
 # and a program runs the version that suits its tile.
 
 # mypy: disable-error-code="no-untyped-def"
-
-
-@triton.jit
-def load_blocks(values_ptr, numel, BLOCK: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
-    """Load this program's tile, fp32 [TILE // BLOCK, BLOCK]; 0 past the end of the chunk, as ``encode`` needs it."""
-    start = tile_index() * TILE
-    values_ptr += source_chunk() * numel + start
-    offsets = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    if MASKED:
-        values = tl.load(values_ptr + offsets, mask=offsets < numel - start, other=0.0)
-    else:
-        values = tl.load(values_ptr + offsets)
-    return values.to(tl.float32)
-
-
-@triton.jit
-def store_groups(
-    values, out_ptr, numel, TILE: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr, EVICTION: tl.constexpr
-):
-    """Store this program's tile, fp32 in any shape, rounded once to the output's dtype."""
-    start = tile_index() * TILE
-    out_ptr += target_chunk() * numel + start
-    offsets = tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    values = tl.reshape(values, [TILE // GROUP, GROUP]).to(out_ptr.dtype.element_ty)
-    if MASKED:
-        tl.store(out_ptr + offsets, values, mask=offsets < numel - start, eviction_policy=EVICTION)
-    else:
-        tl.store(out_ptr + offsets, values, eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -85,7 +59,7 @@ def quantize_kernel(
     numel = tl.cast(numel_units, tl.int64) * ALIGN
     for MASKED in tl.static_range(2):  # [Note: Masks]
         if suits_tile(MASKED, numel, TILE):
-            values = load_blocks(values_ptr, numel, BLOCK, TILE, MASKED)
+            values = load_blocks(values_ptr, source_chunk(), numel, BLOCK, TILE, MASKED)
             encode(values, words_ptr, numel, row_units, BITS, BLOCK, TILE, GROUP, MASKED)
 
 
@@ -206,7 +180,7 @@ def load_spread(values_ptr, numel, TILE: tl.constexpr, GROUP: tl.constexpr, PART
     start = tile_index() * TILE
     offsets = spread(values_ptr.dtype.element_ty, 1, TILE, GROUP, PARTS)
     values_ptrs = group_ptrs(values_ptr + source_chunk() * numel + start, offsets)
-    values = tl.load(values_ptrs, mask=offsets < numel - start, other=0.0) if MASKED else tl.load(values_ptrs)
+    values = load_inside(values_ptrs, offsets < numel - start, MASKED)
     if values.dtype == tl.bfloat16:  # Triton's conversion takes two instructions for every other value
         values = (values.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return in_groups(values.to(tl.float32), TILE, GROUP, PARTS)
@@ -297,7 +271,7 @@ def quantize_with_feedback_kernel(
     numel = tl.cast(numel_units, tl.int64) * ALIGN
     for MASKED in tl.static_range(2):  # [Note: Masks]
         if suits_tile(MASKED, numel, TILE):
-            values = load_blocks(values_ptr, numel, BLOCK, TILE, MASKED)
+            values = load_blocks(values_ptr, source_chunk(), numel, BLOCK, TILE, MASKED)
             encode_with_feedback(
                 values,
                 words_ptr,

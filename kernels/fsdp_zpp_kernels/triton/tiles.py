@@ -54,6 +54,41 @@ def row_words(row_units):
 
 
 @triton.jit
+def load_inside(ptrs, inside, MASKED: tl.constexpr):
+    """Load what is ``inside``, and 0 elsewhere; without ``MASKED``, all is inside."""
+    return tl.load(ptrs, mask=inside, other=0) if MASKED else tl.load(ptrs)
+
+
+@triton.jit
+def store_inside(ptrs, values, inside, MASKED: tl.constexpr, EVICTION: tl.constexpr = tl.constexpr("")):
+    if MASKED:
+        tl.store(ptrs, values, mask=inside, eviction_policy=EVICTION)
+    else:
+        tl.store(ptrs, values, eviction_policy=EVICTION)
+
+
+@triton.jit
+def load_blocks(values_ptr, chunk, numel, BLOCK: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+    """Load this program's tile of a chunk, fp32 [TILE // BLOCK, BLOCK]; 0 past the chunk's end, as ``encode`` needs."""
+    start = tile_index() * TILE
+    values_ptr += chunk * numel + start
+    offsets = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return load_inside(values_ptr + offsets, offsets < numel - start, MASKED).to(tl.float32)
+
+
+@triton.jit
+def store_groups(
+    values, out_ptr, numel, TILE: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr, EVICTION: tl.constexpr
+):
+    """Store this program's tile, fp32 in any shape, rounded once to the output's dtype."""
+    start = tile_index() * TILE
+    out_ptr += target_chunk() * numel + start
+    offsets = tl.arange(0, TILE // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    values = tl.reshape(values, [TILE // GROUP, GROUP]).to(out_ptr.dtype.element_ty)
+    store_inside(out_ptr + offsets, values, offsets < numel - start, MASKED, EVICTION)
+
+
+@triton.jit
 def word_offsets(BITS: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr):
     """Return the offsets of a tile's words: [TILE // GROUP, words a group, 1], or those of ``spread``."""
     if PARTS > 1:
@@ -243,10 +278,7 @@ def encode(
     scales_ptr = words_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + codes_words(numel, BITS)
     block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
     blocks = (numel + (BLOCK - 1)) // BLOCK
-    if MASKED:
-        tl.store(scales_ptr + block, scales, mask=block < blocks)
-    else:
-        tl.store(scales_ptr + block, scales)
+    store_inside(scales_ptr + block, scales, block < blocks, MASKED)
     # The program of the chunk's last tile zeroes the scales' padding, since ranks compare payloads byte by byte.
     if (tile + 1) * TILE >= numel:
         pad = blocks + tl.arange(0, 4)
@@ -273,19 +305,12 @@ def _store_codes(
         for BIT in tl.static_range(0, 4, 2):
             words = _pack_int3(rounded, BIT, BLOCK, TILE) & kept
             offsets = int3_offsets(BIT, TILE)
-            words = tl.reshape(words, offsets.shape)
-            if MASKED:
-                tl.store(words_ptr + offsets, words, mask=offsets < left)
-            else:
-                tl.store(words_ptr + offsets, words)
+            store_inside(words_ptr + offsets, tl.reshape(words, offsets.shape), offsets < left, MASKED)
     else:
         words = _pack(rounded, BITS, BLOCK, TILE) & kept
         offsets = word_offsets(BITS, TILE, GROUP, PARTS)
         words = like_offsets(words, offsets, TILE, GROUP, PARTS)
-        if MASKED:
-            tl.store(group_ptrs(words_ptr, offsets), words, mask=offsets < left)
-        else:
-            tl.store(group_ptrs(words_ptr, offsets), words)
+        store_inside(group_ptrs(words_ptr, offsets), words, offsets < left, MASKED)
 
 
 @triton.jit
@@ -345,11 +370,8 @@ def load_words(
         The words, int32 [TILE // GROUP, words a group, 1], and the scale of each group, fp32 [TILE // GROUP, 1, 1].
     """
     offsets = word_offsets(BITS, TILE, GROUP, PARTS)
-    if MASKED:
-        # Masking whole groups suffices: a group that starts inside the chunk ends inside its padded codes.
-        words = tl.load(group_ptrs(words_ptr, offsets), mask=offsets // (GROUP * BITS // 32) * GROUP < left, other=0)
-    else:
-        words = tl.load(group_ptrs(words_ptr, offsets))
+    # Masking whole groups suffices: a group that starts inside the chunk ends inside its padded codes.
+    words = load_inside(group_ptrs(words_ptr, offsets), offsets // (GROUP * BITS // 32) * GROUP < left, MASKED)
     return in_groups(words, TILE, GROUP, PARTS), _load_scales(scales_ptr, left, BLOCK, TILE, GROUP, MASKED)
 
 
@@ -357,23 +379,15 @@ def load_words(
 def _load_scales(scales_ptr, left, BLOCK: tl.constexpr, TILE: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
     # One pointer per block saves instructions: the scales of a thread's groups are then a constant distance apart.
     block = tl.arange(0, TILE // BLOCK)[:, None]
-    if MASKED:
-        scales = tl.load(scales_ptr + block, mask=block * BLOCK < left, other=0.0)
-    else:
-        scales = tl.load(scales_ptr + block)
+    scales = load_inside(scales_ptr + block, block * BLOCK < left, MASKED)
     return tl.reshape(tl.broadcast_to(scales, [TILE // BLOCK, BLOCK // GROUP]), [TILE // GROUP, 1, 1])
 
 
 @triton.jit
 def _load_int3(words_ptr, left, TILE: tl.constexpr, MASKED: tl.constexpr):
-    low_offsets, sign_offsets = int3_offsets(0, TILE), int3_offsets(2, TILE)
-    if MASKED:
-        inside = tl.arange(0, TILE // 32)[:, None, None] * 32 < left
-        low = tl.load(words_ptr + low_offsets, mask=inside, other=0)
-        signs = tl.load(words_ptr + sign_offsets, mask=inside, other=0)
-    else:
-        low = tl.load(words_ptr + low_offsets)
-        signs = tl.load(words_ptr + sign_offsets)
+    inside = tl.arange(0, TILE // 32)[:, None, None] * 32 < left
+    low = load_inside(words_ptr + int3_offsets(0, TILE), inside, MASKED)
+    signs = load_inside(words_ptr + int3_offsets(2, TILE), inside, MASKED)
     word, code = tl.arange(0, 2)[None, :, None], tl.arange(0, 16)[None, None, :]
     # Bits of the float 2**23 + 2 * (code + 4), as in ``_load_codes``: ``low`` is lifted by a bit in halves of a word.
     upper = code // 8
@@ -560,13 +574,7 @@ def _load_errors(
 ):
     """Load the tile of the errors, fp32 [TILE // BLOCK, BLOCK]. Errors are in the order of the payload's rows."""
     if ERROR_BLOCK == 0:
-        start = tile_index() * TILE
-        offsets = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        errors_ptr += target_chunk() * numel + start
-        if MASKED:
-            return tl.load(errors_ptr + offsets, mask=offsets < numel - start, other=0.0)
-        else:
-            return tl.load(errors_ptr + offsets)
+        return load_blocks(errors_ptr, target_chunk(), numel, BLOCK, TILE, MASKED)
     else:
         errors = decode_sum(
             errors_ptr, numel, row_units, 1.0, zero, target_chunk(), 1, 8, ERROR_BLOCK, TILE, GROUP, MASKED
@@ -587,13 +595,7 @@ def _store_errors(
     MASKED: tl.constexpr,
 ):
     if ERROR_BLOCK == 0:
-        start = tile_index() * TILE
-        offsets = tl.arange(0, TILE // BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        errors_ptr += target_chunk() * numel + start
-        if MASKED:
-            tl.store(errors_ptr + offsets, errors, mask=offsets < numel - start)
-        else:
-            tl.store(errors_ptr + offsets, errors)
+        store_groups(errors, errors_ptr, numel, TILE, BLOCK, MASKED, "")
     else:
         errors = tl.reshape(errors, [TILE // ERROR_BLOCK, ERROR_BLOCK])
         encode(errors, errors_ptr, numel, row_units, 8, ERROR_BLOCK, TILE, GROUP, MASKED)
