@@ -339,7 +339,7 @@ def test_a_mistake_is_refused_on_every_rank_before_anything_is_sent(pool: Pools,
 # ---- arguments of functions, which one rank alone is given wrong
 
 NOT_COLLECTIVE = {
-    *("NF4", "Codec", "Int4", "Int4Delta", "Int2Delta", "Int8", "LoCo", "LocalSteps", "Strategy"),
+    *("NF4", "Codec", "Int3", "Int4", "Int4Delta", "Int2Delta", "Int8", "LoCo", "LocalSteps", "Strategy"),
     *("Elastic", "count_tokens", "end_training", "members"),
     *("CodecState", "agreed_weights", "clip_grad_norm_", "invalidate", "plan", "quantized_reduce_hook", "traffic"),
 }

@@ -60,7 +60,7 @@ def load_inside(ptrs, inside, MASKED: tl.constexpr):
 
 
 @triton.jit
-def store_inside(ptrs, values, inside, MASKED: tl.constexpr, EVICTION: tl.constexpr = tl.constexpr("")):
+def store_inside(ptrs, values, inside, MASKED: tl.constexpr, EVICTION: tl.constexpr):
     if MASKED:
         tl.store(ptrs, values, mask=inside, eviction_policy=EVICTION)
     else:
@@ -278,7 +278,7 @@ def encode(
     scales_ptr = words_ptr.to(tl.pointer_type(tl.float32), bitcast=True) + codes_words(numel, BITS)
     block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
     blocks = (numel + (BLOCK - 1)) // BLOCK
-    store_inside(scales_ptr + block, scales, block < blocks, MASKED)
+    store_inside(scales_ptr + block, scales, block < blocks, MASKED, "")
     # The program of the chunk's last tile zeroes the scales' padding, since ranks compare payloads byte by byte.
     if (tile + 1) * TILE >= numel:
         pad = blocks + tl.arange(0, 4)
@@ -305,12 +305,12 @@ def _store_codes(
         for BIT in tl.static_range(0, 4, 2):
             words = _pack_int3(rounded, BIT, BLOCK, TILE) & kept
             offsets = int3_offsets(BIT, TILE)
-            store_inside(words_ptr + offsets, tl.reshape(words, offsets.shape), offsets < left, MASKED)
+            store_inside(words_ptr + offsets, tl.reshape(words, offsets.shape), offsets < left, MASKED, "")
     else:
         words = _pack(rounded, BITS, BLOCK, TILE) & kept
         offsets = word_offsets(BITS, TILE, GROUP, PARTS)
         words = like_offsets(words, offsets, TILE, GROUP, PARTS)
-        store_inside(group_ptrs(words_ptr, offsets), words, offsets < left, MASKED)
+        store_inside(group_ptrs(words_ptr, offsets), words, offsets < left, MASKED, "")
 
 
 @triton.jit
