@@ -165,7 +165,7 @@ def test_a_config_of_experts_reaches_the_plan(config: Path, capsys: pytest.Captu
         (["--params", "7e9"], "--nodes and --gpus-per-node must be given, or --measure under torchrun"),
         ([*JOB, "--inter-gbps", "-1"], "inter_gbps must be above 0, got -1.0"),
         ([*JOB, "--trainable", "0.003"], "got '0.003'; a share has a percent sign, 0.3%"),
-        ([*JOB, "--weights", "int88"], "allowed are none, int8, int4, int4delta, int2delta, nf4; did you mean int8?"),
+        ([*JOB, "--weights", "int88"], "none, int8, int4, int3, int4delta, int2delta, nf4; did you mean int8?"),
         ([*JOB, "--weights", "auto"], "weights can't be 'auto', which is for frozen weights alone"),
         ([*JOB, "--compute", "b16"], "allowed are fp32, bf16, fp16; did you mean bf16?"),
         ([*JOB, "--measure"], "--measure has nothing to measure"),
