@@ -283,6 +283,10 @@ class _ScaledBlocks(BlockCodec):
         """Return where codes and scales lie in a payload."""
         return PayloadLayout(self.bits, self.block)
 
+    def _padded(self, numel: int) -> int:
+        """Round ``numel`` up to whole blocks, for codecs that take all chunks at once: no block may span two."""
+        return -(-numel // self.block) * self.block
+
     def blocks(self, payload: Tensor, numel: int) -> tuple[Tensor, ...]:
         count, start = self.layout.blocks(numel), self.layout.scales_offset(numel)
         codes = payload[:, : self.layout.codes_nbytes(numel)].unflatten(1, (count, -1))
@@ -437,9 +441,6 @@ class Int3(_ScaledBlocks):
         blocks = rotated.view(-1, self.block)
         values = torch.mm(blocks, _rotation(self.block, blocks).t(), out=torch.empty_like(blocks))
         out.view(chunks, numel).copy_(values.view(chunks, -1)[:, :numel])
-
-    def _padded(self, numel: int) -> int:
-        return -(-numel // self.block) * self.block
 
 
 # With these signs, the projection of a block of equal values is within 1 % in blocks of 128, within 3 % from 32 to 512.
@@ -669,10 +670,6 @@ class NF4(_ScaledBlocks):
 
     def decode_sum(self, payload: Tensor, out: Tensor, rows: int, cols: int, scale: float) -> None:
         raise NotImplementedError("NF4 can't sum payloads: it encodes frozen weights, which no reduction carries")
-
-    def _padded(self, numel: int) -> int:
-        """Round ``numel`` up to whole blocks: bitsandbytes takes all chunks at once, and no block may span two."""
-        return -(-numel // self.block) * self.block
 
 
 # ---- as stored
